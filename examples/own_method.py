@@ -10,7 +10,7 @@ averaging, sampling) is taken from `grpo`. The environment is that of `own_envir
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +20,6 @@ from turnwise.algebra.piece import MicroBatchView
 from turnwise.integrations import padded
 
 
-@dataclass(frozen=True)
 class Taper(Gate):
     """w = max(0, 1 − |ρ − 1| / width), with the gradient of log π.
 

@@ -93,9 +93,8 @@ class AllPairs(Term):
         return batch.reward.at(TOKEN) + Field(batch.tree, TOKEN, (x[:, None] - x[None, :]).mean(1) * 0)
 
 
-@dataclass
 class Mutable(Term):
-    """Cannot be a key of the memory."""
+    """Holds a list, so it cannot be a key of the memory."""
 
     weights: list = field(default_factory=list)
 

@@ -5,7 +5,7 @@ Who earned what inside a trajectory is decided by pieces beside their recipes; t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from turnwise.algebra.peers import PeerSpec, resolve_peers
 from turnwise.algebra.term import Term
@@ -15,7 +15,6 @@ from turnwise.core.levels import BATCH, GROUP, TOKEN, Field
 from turnwise.core.limits import number
 
 
-@dataclass(frozen=True)
 class Standardise(Term):
     """A = (v − mean) / (std + ε) among peers; a single peer gets 0. ``scale=False`` leaves the division out.
 
@@ -37,7 +36,6 @@ class Standardise(Term):
         return centred / (v.std(peers, self.correction) + self.eps) if self.scale else centred
 
 
-@dataclass(frozen=True)
 class LeaveOneOut(Term):
     """A = v − mean of the *other* peers; a single peer is compared with 0."""
 
@@ -50,7 +48,6 @@ class LeaveOneOut(Term):
         return v - v.leave_one_out(resolve_peers(self.peers, batch))
 
 
-@dataclass(frozen=True)
 class SoftBaseline(Term):
     """A = v − τ log mean exp(v/τ) among the group: between the mean (τ → ∞) and the maximum (τ → 0).
 
@@ -71,7 +68,6 @@ class SoftBaseline(Term):
         return a / (1 + self.tau) if self.shrink else a
 
 
-@dataclass(frozen=True)
 class Whiten(Term):
     """A ← (A − mean) / √(var + ε) over all sampled tokens of the batch; with fewer than two tokens A stays unchanged."""
 
@@ -85,7 +81,6 @@ class Whiten(Term):
         return (a - a.mean(BATCH)) / (a.std(BATCH) ** 2 + self.eps) ** 0.5
 
 
-@dataclass(frozen=True)
 class DivideByBatchStd(Term):
     """A ← A / (std of A over the trajectories of the batch + ε): one scale for all groups."""
 

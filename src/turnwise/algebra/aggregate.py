@@ -6,8 +6,6 @@ Micro-batches and ranks then just sum. An item without kept tokens does not coun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.piece import Piece
 from turnwise.core.levels import TRAJECTORY, Field, Level
 from turnwise.core.limits import number
@@ -21,7 +19,6 @@ class Aggregate(Piece):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Mean(Aggregate):
     """Mean over the tokens inside each item of the level, then over the items.
 
@@ -34,7 +31,6 @@ class Mean(Aggregate):
         return kept / (items(inside) * inside.clamp(low=1))
 
 
-@dataclass(frozen=True)
 class Sum(Aggregate):
     """Sum over the tokens of each item of the level, mean over the items; ``length`` divides by a further constant.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from turnwise.algebra.piece import Piece, check, text
 from turnwise.core.batch import Batch
@@ -37,7 +36,6 @@ class Control(Piece):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Passes(Control):
     """``epochs`` passes over the batch of ``minibatches`` optimiser steps each: whole groups, in a seeded order."""
 
@@ -64,7 +62,6 @@ class Passes(Control):
                 yield batch.select(torch.isin(group_of, groups).nonzero().squeeze(1))
 
 
-@dataclass(frozen=True)
 class CriticsFirst(Control):
     """``passes`` steps over the batch that minimise only the penalties, then ``epochs`` that update the policy too; on the
     first ``warm`` batches only the critics are trained.

@@ -7,7 +7,7 @@ A gate times a factor is a gate, and so is a masked gate: ``Clip(0.2, 0.28) * Tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView, text
@@ -33,7 +33,6 @@ class Gate(Piece):
         return Masked(self, mask)
 
 
-@dataclass(frozen=True)
 class Scaled(Gate):
     """gate · factor."""
 
@@ -47,7 +46,6 @@ class Scaled(Gate):
         return f"{text(self.gate)} * {text(self.factor)}"
 
 
-@dataclass(frozen=True)
 class Masked(Gate):
     """The gate where the mask is true, 0 elsewhere; the average still counts masked tokens."""
 
@@ -62,7 +60,6 @@ class Masked(Gate):
         return f"({inner}).where({text(self.mask)})" if " " in inner else f"{inner}.where({text(self.mask)})"
 
 
-@dataclass(frozen=True)
 class NoGate(Gate):
     """w = ρ: no limit."""
 
@@ -70,7 +67,6 @@ class NoGate(Gate):
         return rho
 
 
-@dataclass(frozen=True)
 class Clip(Gate):
     """w·A = min(ρA, clip(ρ, 1 − low, 1 + high)·A), written as a weight: the sign of A selects the bound.
 
@@ -89,7 +85,6 @@ def score_function(view: MicroBatchView) -> Field:
     return (view.logp - view.logp.detach()).exp()
 
 
-@dataclass(frozen=True)
 class ScoreFunction(Gate):
     """w = 1 with the gradient of log π: the score function, without an importance weight."""
 
@@ -97,7 +92,6 @@ class ScoreFunction(Gate):
         return score_function(view)
 
 
-@dataclass(frozen=True)
 class CappedWeight(Gate):
     """w = sg[clip(ρ, low, high)] with the gradient of log π: the *weight* is capped, and every token keeps its gradient."""
 
@@ -108,7 +102,6 @@ class CappedWeight(Gate):
         return rho.detach().clamp(self.low, self.high) * score_function(view)
 
 
-@dataclass(frozen=True)
 class ClipByOutcome(Gate):
     """w = sg[clip(ρ, low, high)] with the gradient of log π, and one window for outcomes ≥ 0, another for those below.
 
@@ -126,7 +119,6 @@ class ClipByOutcome(Gate):
         return where(view[self] >= 0, value.clamp(*self.good), value.clamp(*self.bad)) * score_function(view)
 
 
-@dataclass(frozen=True)
 class RatioRegression(Gate):
     """w·A = −|ρ − ρ*| |A|,  ρ* = 1 − low + (low + high) σ(a/temperature): regression of the ratio to a bounded target.
 
@@ -162,7 +154,6 @@ class Factor(Piece):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class TruncatedImportance(Factor):
     """min(π_prox/μ, cap): corrects the mismatch between sampler and learner, by token or by the product over a level."""
 
@@ -174,7 +165,6 @@ class TruncatedImportance(Factor):
         return mismatch(view, self.level).exp().clamp(high=self.cap)
 
 
-@dataclass(frozen=True)
 class ZeroGate(Gate):
     """w = 0: the policy-gradient term vanishes; a penalty reads the advantage instead."""
 

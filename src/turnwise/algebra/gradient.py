@@ -43,12 +43,10 @@ class Gradient(Piece):
         return Scales()
 
 
-@dataclass(frozen=True)
 class PlainGradient(Gradient):
     """The gradient, unscaled."""
 
 
-@dataclass(frozen=True)
 class DivideByClippingBias(Gradient):
     """g ← g / max(‖C‖, floor), C = the gradient that the clip removed; unchanged where nothing was clipped.
 
@@ -78,7 +76,6 @@ def norm(grads: Grads) -> float:
     return float(torch.nn.utils.get_total_norm(list(grads))) if grads else 0.0
 
 
-@dataclass(frozen=True)
 class LayerNoise(Piece):
     """h ← h + σ e, e ~ N(0, 1), at the input of every decoder layer, in update passes only; σ is learned per layer."""
 

@@ -4,8 +4,6 @@ as the ``keep`` of a recipe it does not count either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.piece import MicroBatchView, Piece, text
 from turnwise.algebra.ratio import Ratio, mismatch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Level
@@ -26,7 +24,6 @@ class Mask(Piece):
         return Both(self, other)
 
 
-@dataclass(frozen=True)
 class Both(Mask):
     """What both masks let through."""
 
@@ -40,7 +37,6 @@ class Both(Mask):
         return f"{text(self.left)} & {text(self.right)}"
 
 
-@dataclass(frozen=True)
 class AllTokens(Mask):
     """Every token."""
 
@@ -48,7 +44,6 @@ class AllTokens(Mask):
         return rho.map(lambda x: torch.ones_like(x, dtype=torch.bool))
 
 
-@dataclass(frozen=True)
 class OneSided(Mask):
     """Masks a token once its ratio has moved far enough in the direction of A: A ≥ 0 keeps ρ ≤ 1 + high, A ≤ 0 keeps ρ ≥ 1 − low.
 
@@ -63,7 +58,6 @@ class OneSided(Mask):
         return ((adv >= 0) & (at <= 1 + self.high)) | ((adv <= 0) & (at >= 1 - self.low))
 
 
-@dataclass(frozen=True)
 class MismatchWithin(Mask):
     """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level."""
 
@@ -78,7 +72,6 @@ class MismatchWithin(Mask):
         return (log.exp() >= self.low) & (log.exp() <= self.high)
 
 
-@dataclass(frozen=True)
 class InformativeGroups(Mask):
     """Groups whose rewards differ."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.piece import Piece
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Level, Partition
@@ -16,7 +14,6 @@ class Peers(Piece):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Same(Peers):
     """Turns of one group agreeing in ``state``, ``agent`` or turn ``index``: ``Same("state")``, ``Same("agent+index")``."""
 
@@ -38,7 +35,6 @@ def resolve_peers(peers: PeerSpec, batch: Batch) -> Level | Partition:
     return peers if isinstance(peers, Level) else peers(batch)
 
 
-@dataclass(frozen=True)
 class SameTokenIndex(Peers):
     """The t-th sampled tokens of a task's trajectories; ``apart`` False: all sampled tokens of the task."""
 

@@ -5,7 +5,6 @@ number, or a ``Weight`` that changes during a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.aggregate import Aggregate
@@ -39,7 +38,6 @@ class Penalty(Piece):
         return {}
 
 
-@dataclass(frozen=True)
 class WeightedPenalty(Piece):
     """weight · penalty, averaged like the gain or by its own aggregate, over the gain's tokens or its own ``rows`` (each cost is
     divided by its own count). The weight is a number or a ``Weight`` that changes during the run."""
@@ -54,7 +52,6 @@ class WeightedPenalty(Piece):
             check(self.weight >= 0, f"the weight of {self.penalty!r} is {self.weight}; write a number >= 0")
 
 
-@dataclass(frozen=True)
 class KL(Penalty):
     """KL(π‖reference) by a single-sample estimator (see maths/divergences.py for bias and gradients).
 
@@ -75,7 +72,6 @@ class KL(Penalty):
         return Importance()(view) * cost if self.corrected else cost
 
 
-@dataclass(frozen=True)
 class SquaredLogRatio(Penalty):
     """(log π − log μ)²: keeps the policy near the behaviour policy."""
 
@@ -83,7 +79,6 @@ class SquaredLogRatio(Penalty):
         return moved(view) ** 2
 
 
-@dataclass(frozen=True)
 class ClippedValueLoss(Penalty):
     """½ max( (v − G)², (clip(v, v_old ± clip) − G)² ): the critic's regression to its target G, with PPO's value clip.
 
@@ -108,7 +103,6 @@ class ClippedValueLoss(Penalty):
         return view[self, "weight"].to(v.x.dtype) * cost if self.finished else cost
 
 
-@dataclass(frozen=True)
 class NegativeLogLikelihood(Penalty):
     """−log π: without a gain this is supervised learning on the batch."""
 
@@ -136,7 +130,6 @@ class Schedule(Weight):
         return view.batch.tree.full(BATCH, self.at(float(view[Column.BATCH_INDEX].item)), torch.float64)
 
 
-@dataclass(frozen=True)
 class ResetReference(Penalty):
     """``penalty``, but the policy before batch ``at`` (counted from 0) is the reference from that batch on; with ``every`` it is
     replaced again after each further ``every`` batches. 0: never."""
@@ -160,7 +153,6 @@ class ResetReference(Penalty):
         return self.penalty.metrics(view)
 
 
-@dataclass(frozen=True)
 class StepCrossEntropy(Penalty):
     """Cross-entropy of a step's value to whether its trajectory has a positive return. On the first token of each turn:
     average it with ``Sum(TURN)``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Level
@@ -47,7 +45,6 @@ def mismatch(view: MicroBatchView, level: Level = TOKEN) -> Field:
     return log if level == TOKEN else log.sum(level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-@dataclass(frozen=True)
 class Importance(Ratio):
     """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's.
 
@@ -70,7 +67,6 @@ class Importance(Ratio):
         return moved(view, self.proximal).mean(self.level).clamp(high=self.cap).exp()
 
 
-@dataclass(frozen=True)
 class Product(Ratio):
     """ρ = Π over the level of π/μ: the exact weight of a trajectory (or turn), of large variance."""
 
@@ -80,7 +76,6 @@ class Product(Ratio):
         return moved(view).sum(self.level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-@dataclass(frozen=True)
 class PerToken(Ratio):
     """The value of a coarser ratio with each token's own gradient: sg[ρ] · exp(log π − sg[log π]).
 
@@ -98,7 +93,6 @@ class PerToken(Ratio):
         return (self.ratio(view).detach().log() + straight_through).clamp(high=self.cap).exp()
 
 
-@dataclass(frozen=True)
 class OnPolicy(Ratio):
     """ρ = 1 with the gradient of log π: the data is treated as on-policy."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
@@ -22,7 +22,6 @@ def on_last_turn(value: Field) -> Field:
     return where(remaining <= 1, value.at(TURN), 0.0)
 
 
-@dataclass(frozen=True)
 class EnvironmentReward(Term):
     """The environment's reward of each turn."""
 
@@ -30,7 +29,6 @@ class EnvironmentReward(Term):
         return batch.reward.sum(TURN)
 
 
-@dataclass(frozen=True)
 class NamedReward(Term):
     """One named component of the reward (``info["rewards"]``); 0 for a trajectory without it."""
 
@@ -44,7 +42,6 @@ class NamedReward(Term):
         return on_last_turn(batch.reward_components[self.name].map(lambda x: torch.nan_to_num(x, nan=0.0)))
 
 
-@dataclass(frozen=True)
 class OverlongPenalty(Term):
     """Soft length penalty on n sampled tokens: 0 up to limit − cache, then linear, −1 from limit on.
 
@@ -59,7 +56,6 @@ class OverlongPenalty(Term):
         return on_last_turn(((self.limit - self.cache - n) / self.cache).clamp(-1.0, 0.0))
 
 
-@dataclass(frozen=True)
 class OnLastToken(Term):
     """Turn rewards as token rewards: each on the last token of its turn."""
 
@@ -69,7 +65,6 @@ class OnLastToken(Term):
         return token_reward(replace(batch, reward=self.reward(batch)))
 
 
-@dataclass(frozen=True)
 class NegativeReferenceKL(Term):
     """−k1 = log π_ref − log π_prox of each token, before the update: as a reward its gradient is that of the KL."""
 
@@ -79,7 +74,6 @@ class NegativeReferenceKL(Term):
         return batch[Signal.REFERENCE] - batch[Signal.PROXIMAL]
 
 
-@dataclass(frozen=True)
 class RunningNormalised(Term):
     """The outcome over its running mean and std, clipped to ±limit, put on the last turn. Statistics of all batches so far.
 
@@ -108,7 +102,6 @@ class RunningNormalised(Term):
         return on_last_turn(scaled.clamp(-self.limit, self.limit).to(outcome.x.dtype))
 
 
-@dataclass(frozen=True)
 class PaidAtEnd(Term):
     """A trajectory's value, paid at its last turn."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.piece import Piece, text
 from turnwise.core.batch import Batch
 from turnwise.core.levels import Field
@@ -35,7 +33,6 @@ class Term(Piece):
         return Times(float(weight), self)
 
 
-@dataclass(frozen=True)
 class Plus(Term):
     """left + right, at the finer of their levels."""
 
@@ -51,7 +48,6 @@ class Plus(Term):
         return f"{text(self.left)} + {text(self.right)}"
 
 
-@dataclass(frozen=True)
 class Times(Term):
     """weight · term."""
 

@@ -4,8 +4,6 @@ generalised advantage estimation. A value does not know what it is compared with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, where
@@ -15,7 +13,6 @@ from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
 
 
-@dataclass(frozen=True)
 class Outcome(Term):
     """R = Σ of the rewards of a trajectory. At TRAJECTORY."""
 
@@ -23,7 +20,6 @@ class Outcome(Term):
         return batch.reward.sum(TRAJECTORY)
 
 
-@dataclass(frozen=True)
 class SumOverTrajectory(Term):
     """Σ of a term over each trajectory."""
 
@@ -33,7 +29,6 @@ class SumOverTrajectory(Term):
         return self.term(batch).sum(TRAJECTORY)
 
 
-@dataclass(frozen=True)
 class Constant(Term):
     """The same number for every trajectory."""
 
@@ -43,7 +38,6 @@ class Constant(Term):
         return batch.tree.full(TRAJECTORY, self.value, batch.reward.x.dtype)
 
 
-@dataclass(frozen=True)
 class Measured(Term):
     """A signal that was measured before the batch: ``Measured(Signal.OLD_VALUE)`` is the critic's estimate."""
 
@@ -57,7 +51,6 @@ class Measured(Term):
         return batch[self.signal]
 
 
-@dataclass(frozen=True)
 class ReturnToGo(Term):
     """Gₖ = rₖ + γ Gₖ₊₁ over the turns of a trajectory, or over its sampled tokens (a turn's reward is on its last one)."""
 
@@ -69,7 +62,6 @@ class ReturnToGo(Term):
         return r.map(lambda x: returns.discounted(x, self.gamma, is_last(batch, self.level)))
 
 
-@dataclass(frozen=True)
 class SpreadTo(Term):
     """A coarser value repeated for every item of a finer level: statistics then weigh long trajectories more."""
 
@@ -80,7 +72,6 @@ class SpreadTo(Term):
         return self.value(batch).at(self.level)
 
 
-@dataclass(frozen=True)
 class MedianCentred(Term):
     """(R − median)/(std + ε) among the group: positive only above the median."""
 
@@ -115,7 +106,6 @@ def token_reward(batch: Batch) -> Field:
     return tree.field(TOKEN, zeros.index_add(0, target[has_tokens], batch.reward.x[has_tokens]))
 
 
-@dataclass(frozen=True)
 class GAE(Term):
     """δₜ = rₜ + γ vₜ₊₁ − vₜ,  Aₜ = δₜ + γλ Aₜ₊₁, over the *sampled* tokens of a trajectory; context is skipped.
 
@@ -135,7 +125,6 @@ class GAE(Term):
         return v.map(lambda x: returns.gae(r.x, x, self.gamma, self.lam, last))
 
 
-@dataclass(frozen=True)
 class LambdaReturn(Term):
     """The critic's regression target: A + v, with A from GAE. At TOKEN."""
 
@@ -147,7 +136,6 @@ class LambdaReturn(Term):
         return GAE(self.gamma, self.lam)(batch) + batch[Signal.OLD_VALUE]
 
 
-@dataclass(frozen=True)
 class SumToGo(Term):
     """Sₖ = xₖ + γ Sₖ₊₁ over the turns (or tokens) of a trajectory, for any term x at that level."""
 

@@ -3,7 +3,6 @@ and as peers, and single rewards."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.peers import Peers
@@ -21,7 +20,6 @@ from turnwise.algebra.term import Term
 from turnwise.core.levels import Level
 
 
-@dataclass(frozen=True)
 class Fact(Term):
     """A recorded number (or the code of a recorded label) by name: ``Fact("planner", TURN, missing=1.0)``.
 
@@ -48,7 +46,6 @@ class Fact(Term):
         return value if self.missing is None else value.map(lambda x: torch.nan_to_num(x, nan=self.missing))
 
 
-@dataclass(frozen=True)
 class SameFact(Peers):
     """Trajectories of one group with the same value of a fact: of the trajectory, or the last one recorded by its turns.
     Trajectories without the fact share one class.

@@ -8,7 +8,7 @@ The losses couple trajectories: they are differentiated over the whole step, bef
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.penalty import Penalty
@@ -46,7 +46,6 @@ class PairSelector(Selector):
         return self.sign(batch).abs() > 0
 
 
-@dataclass(frozen=True)
 class LabelledPairs(PairSelector):
     """Groups of two, one with the fact ``chosen`` 1 and one with 0. ``having``, ``without``: the name of another fact
     that the pair must, or must not, carry (0 counts as absent)."""
@@ -70,7 +69,6 @@ class LabelledPairs(PairSelector):
         return where(pair, chosen - rejected, 0.0)
 
 
-@dataclass(frozen=True)
 class BestWorstPairs(PairSelector):
     """The best and the worst of the selected trajectories of a group, where they differ."""
 
@@ -90,7 +88,6 @@ PAIRS: dict[str, PairSelector] = {"told": LabelledPairs(), "formed": BestWorstPa
 """``told``: pairs labelled by the data; ``formed``: the best and the worst of each group."""
 
 
-@dataclass(frozen=True)
 class ChosenSide(Selector):
     """The chosen trajectory of each pair."""
 
@@ -110,7 +107,6 @@ class TrajectoryScore(Piece):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class LogRatioScore(TrajectoryScore):
     """s = Σₜ log π − log π_ref, the implicit reward. ``mean``: mean over tokens instead of the sum; ``reference``
     False: log π alone."""
@@ -137,7 +133,6 @@ class PairLoss(Piece):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class LogisticLoss(PairLoss):
     """−log σ(β(w − l) − margin)."""
 
@@ -148,7 +143,6 @@ class LogisticLoss(PairLoss):
         return -logsigmoid(self.beta * (chosen - rejected) - self.margin)
 
 
-@dataclass(frozen=True)
 class SeparateLogisticLoss(PairLoss):
     """−log σ(βw − shift) − log σ(shift − βl): classifies each side by itself."""
 
@@ -168,7 +162,6 @@ def chosen_and_rejected(score: Field, sign: Field) -> tuple[Field, Field]:
     return side(sign > 0), side(sign < 0)
 
 
-@dataclass(frozen=True)
 class PreferenceLoss(Penalty):
     """loss(s(chosen), s(rejected)) of each pair. At GROUP; average it by group over the rows of ``pairs``."""
 

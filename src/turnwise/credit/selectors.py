@@ -7,7 +7,7 @@ split into micro-batches does not change it. The same selector defines the peers
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
@@ -37,7 +37,6 @@ class Selector(Mask):
         return view[self]
 
 
-@dataclass(frozen=True)
 class SelectedPeers(Peers):
     """The selected trajectories of a group are peers of each other; so are the remaining ones."""
 
@@ -47,7 +46,6 @@ class SelectedPeers(Peers):
         return Partition.by(batch.tree, TRAJECTORY, batch.group, self.selector.select(batch))
 
 
-@dataclass(frozen=True)
 class OnSelected(Term):
     """``term`` on the selected trajectories, 0 on the others."""
 
@@ -61,7 +59,6 @@ class OnSelected(Term):
 # ---------------------------------------------------------------- by trajectory
 
 
-@dataclass(frozen=True)
 class FromOrigin(Selector):
     """By origin: ``FromOrigin("policy")``, sampled for this step; ``FromOrigin("expert")``;
     ``FromOrigin("policy+replay")``."""
@@ -85,7 +82,6 @@ class FromOrigin(Selector):
         return selected
 
 
-@dataclass(frozen=True)
 class Succeeded(Selector):
     """Successful by the environment's verdict; without a verdict, those with a positive return."""
 
@@ -93,7 +89,6 @@ class Succeeded(Selector):
         return Solved()(batch) > 0.5
 
 
-@dataclass(frozen=True)
 class HasTokens(Selector):
     """Trajectories with at least one sampled token."""
 
@@ -101,7 +96,6 @@ class HasTokens(Selector):
         return batch.tree.size(TOKEN, TRAJECTORY) > 0
 
 
-@dataclass(frozen=True)
 class Unguided(Selector):
     """Sampled without a hint and at the policy's own temperature."""
 
@@ -112,7 +106,6 @@ class Unguided(Selector):
 # --------------------------------------------------------------------- by group
 
 
-@dataclass(frozen=True)
 class BestOfGroup(Selector):
     """One trajectory per group: the largest ``by`` among ``selector``; the trajectory seed breaks ties, or decides
     without ``by``."""
@@ -138,7 +131,6 @@ class BestOfGroup(Selector):
 # ------------------------------------------------------------------ combinations
 
 
-@dataclass(frozen=True)
 class AllOf(Selector):
     """Trajectories that every selector selects."""
 
@@ -151,7 +143,6 @@ class AllOf(Selector):
         return selected
 
 
-@dataclass(frozen=True)
 class Not(Selector):
     """Trajectories that the selector does not select."""
 
@@ -161,7 +152,6 @@ class Not(Selector):
         return ~self.selector.select(batch)
 
 
-@dataclass(frozen=True)
 class GateBySelector(Gate):
     """One gate on the selected trajectories, another on the others."""
 
@@ -173,7 +163,6 @@ class GateBySelector(Gate):
         return where(self.selector.select(view.batch), self.selected(rho, adv, view), self.others(rho, adv, view))
 
 
-@dataclass(frozen=True)
 class RatioByOrigin(Ratio):
     """One ratio on the trajectories of ``origin``, another on the others."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
@@ -29,7 +29,6 @@ from turnwise.maths.lazy_torch import torch
 # ----------------------------------------------------------------------- credit
 
 
-@dataclass(frozen=True)
 class ToolCallBonus(Term):
     """min(1, rate · n) · ½(1 + cos(πt/T)), n tool calls, t batches so far: 0 from T = ``horizon`` on. At TRAJECTORY.
 
@@ -51,7 +50,6 @@ class ToolCallBonus(Term):
 STATISTICS = ("mean", "std")
 
 
-@dataclass(frozen=True)
 class PastMedian(Term):
     """The median, over the last ``window`` groups, of each group's mean (or std) of a value. In float64, at BATCH.
 
@@ -88,7 +86,6 @@ class PastMedian(Term):
 # -------------------------------------------------------------------- selection
 
 
-@dataclass(frozen=True)
 class DropHighCovariance(Mask):
     """All tokens but a few random ones of ``selector`` whose (A − mean A)(log π − mean log π) lies in (low, high): such
     updates lower the entropy most. Means run over the tokens of ``selector``.
@@ -133,7 +130,6 @@ class DropHighCovariance(Mask):
 # ------------------------------------------------------------------------- loss
 
 
-@dataclass(frozen=True)
 class ReplayLoss(Penalty):
     """−w A, w = gate(ρ, A): the policy-gradient loss of the replayed trajectories, with a weight and an average of its
     own."""
@@ -146,7 +142,6 @@ class ReplayLoss(Penalty):
         return -(self.gate(self.ratio(view), adv, view) * adv)
 
 
-@dataclass(frozen=True)
 class CosineWarmup(Schedule):
     """scale · (1 − cos(πt/T))/2, t batches so far; from T = ``steps`` on, scale."""
 

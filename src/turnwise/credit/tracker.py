@@ -3,7 +3,7 @@ sampler."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from turnwise.algebra.piece import State, StepView
 from turnwise.algebra.term import Term
@@ -15,7 +15,6 @@ from turnwise.credit.fact import Fact
 from turnwise.maths.lazy_torch import torch
 
 
-@dataclass(frozen=True)
 class Solved(Term):
     """1 for a successful trajectory by the environment's verdict, else 0; without a verdict, 1 where the return is
     positive."""
@@ -26,7 +25,6 @@ class Solved(Term):
         return where(verdict, 1.0, 0.0).to(batch.reward.x.dtype)
 
 
-@dataclass(frozen=True)
 class SuccessTracker(Term):
     """v = a / (a + b), the success rate of a task on its earlier visits. At GROUP.
 

@@ -100,7 +100,7 @@ def _without_reward_kl(term: Term) -> Term | None:
         left, right = _without_reward_kl(term.left), _without_reward_kl(term.right)
         return Plus(left, right) if left and right else left or right
     inner = {name: _without_reward_kl(part) for name, part in _inner(term).items()}
-    return replace(term, **inner) if all(inner.values()) else None  # type: ignore[type-var]
+    return replace(term, **inner) if all(inner.values()) else None
 
 
 def _inner(term: Term) -> dict[str, Term]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
@@ -124,7 +123,6 @@ def s_ppo(
     )
 
 
-@dataclass(frozen=True)
 class SquaredValueError(Penalty):
     """(v − G)²: regression of the value head without a clip."""
 
@@ -138,7 +136,6 @@ class SquaredValueError(Penalty):
         return (view[Signal.VALUE] - view[self]) ** 2
 
 
-@dataclass(frozen=True)
 class MedianValueError(Penalty):
     """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
 
@@ -229,7 +226,6 @@ def ppo_max(
     )
 
 
-@dataclass(frozen=True)
 class TwoHeadValueError(Penalty):
     """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
 
@@ -255,7 +251,6 @@ class TwoHeadValueError(Penalty):
         return where(size <= self.delta, 0.5 * x * x, self.delta * (size - 0.5 * self.delta))
 
 
-@dataclass(frozen=True)
 class SoftMinValue(Term):
     """V = −a (logsumexp(−v/a) − log 2) of two value heads, before the first token of a trajectory: between min and mean."""
 
@@ -272,7 +267,6 @@ class SoftMinValue(Term):
         return heads[0].map(lambda _: -a * (torch.logsumexp(stacked, 0) - torch.log(stacked.new_tensor(2.0))))
 
 
-@dataclass(frozen=True)
 class KLController(Weight):
     """c (K − θ) max(½, 2/(H + 0.1)) once the smoothed KL K exceeds θ, else 0. A PID controller sets θ from the
     reward's velocity: a rising reward allows more KL, a stalling one less; low entropy makes the weight larger."""

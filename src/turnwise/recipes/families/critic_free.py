@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
@@ -134,7 +134,6 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(low, high))
 
 
-@dataclass(frozen=True)
 class GeometricMeanClip(Gate):
     """w = exp( mean over the trajectory of clipped log ρ ): each token is clipped in log space, on one side
     by the sign of A."""
@@ -219,7 +218,6 @@ def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip, dual=delta))
 
 
-@dataclass(frozen=True)
 class StandardiseWithVirtualBest(Term):
     """The z-score in a group extended by a virtual member with value ``best``: a group that failed as a whole still
     learns."""
@@ -253,7 +251,6 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class LengthWeightedBaseline(Term):
     """A = R − Σ n R / Σ n over the group, n the tokens of a trajectory: the baseline of least variance when the squared norm
     of a trajectory's score grows with its length."""
@@ -299,7 +296,6 @@ def remax() -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class BestAboveSecond(Term):
     """A = (largest − second largest)/(std + ε) for the best of a group, 0 for the others; the first of equals is the best.
 
@@ -333,7 +329,6 @@ def grpo_passk(clip: float = 0.2, scale: bool = True, eps: float = 1e-6) -> Reci
     return Recipe(advantage=BestAboveSecond(scale=scale, eps=eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class ScaleByInformative(Term):
     """A · n/m, n all trajectories of the batch and m those whose group has spread: the average counts only informative groups."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
@@ -43,7 +42,6 @@ def covariance(view: StepView) -> Field:
     return (a - a.mean(BATCH)) * (logp - logp.mean(BATCH))
 
 
-@dataclass(frozen=True)
 class CovarianceClip(Mask):
     """All but a few tokens, drawn at random among those whose (A − mean A)(log π − mean log π) is in (low, high)
     and which a clip of ``clip_low``, ``clip_high`` would not mask anyway."""
@@ -86,7 +84,6 @@ def clip_cov(
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class HighestEntropy(Mask):
     """The tokens whose entropy is at least its (1 − share)-quantile over the step: the points where the
     policy decides how to go on."""
@@ -119,7 +116,6 @@ def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> 
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), admission=Spread())
 
 
-@dataclass(frozen=True)
 class HighCovarianceDrift(Penalty):
     """|log π − log μ| on the few tokens with the largest (A − mean A)(log π − mean log π), 0 on the others."""
 
@@ -157,7 +153,6 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class DampEntropyChange(Factor):
     """Smaller weights for the tokens whose update would change the entropy most.
 
@@ -205,7 +200,6 @@ def steer(
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class NormalisedEntropy(Piece):
     """h = (x − q)/s with x = log H, q its ρ-quantile, s = √mean (x − q)²; each side then scaled to reach ±1."""
 
@@ -233,7 +227,6 @@ class NormalisedEntropy(Piece):
         return where(h > 0, low, low * (1 - alpha * h)), where(h > 0, high * (1 + alpha * h), high)
 
 
-@dataclass(frozen=True)
 class EntropyClip(Gate):
     """Clip with a wider upper bound for uncertain tokens, high(1 + αh), and a wider lower one for certain ones, low(1 − αh)."""
 
@@ -248,7 +241,6 @@ class EntropyClip(Gate):
         return clipped(rho, adv, 1 - low, 1 + high, self.dual)
 
 
-@dataclass(frozen=True)
 class EntropyRedistribution(Factor):
     """1 + β h where it applies: uncertain tokens (h > 0) weigh more once their ratio has moved, certain ones
     (h ≤ 0) less while it has not.
@@ -270,7 +262,6 @@ class EntropyRedistribution(Factor):
         return 1 + self.beta * h * applies
 
 
-@dataclass(frozen=True)
 class FallbackAboveLimit(Term):
     """``term``; ``fallback`` in every group where some |term| reaches ``limit``."""
 
@@ -311,7 +302,6 @@ def hapo(
     )
 
 
-@dataclass(frozen=True)
 class GuidedAdvantage(Term):
     """Unguided trajectories get their z-score among themselves; guided ones get ``alpha`` where their z-score in the
     whole group exceeds ``margin``, else 0."""
@@ -348,7 +338,6 @@ def aepo(
     )
 
 
-@dataclass(frozen=True)
 class NegativeEntropy(Penalty):
     """−H: the entropy bonus, as a cost."""
 
@@ -361,7 +350,6 @@ class NegativeEntropy(Penalty):
 TURNS = 32  # turn indices with their own mean entropy; later turns share the last
 
 
-@dataclass(frozen=True)
 class EntropyBand(Penalty):
     """scale · ([low·H̄ − H]₊ + [H − high·H̄]₊) with H̄ the mean entropy of past batches at the same turn index: the entropy
     neither explodes nor collapses. The first batch has no cost."""
@@ -399,7 +387,6 @@ class EntropyBand(Penalty):
         return self.scale * where(mean >= 0, outside, 0.0)
 
 
-@dataclass(frozen=True)
 class DecayingWeight(Schedule):
     """scale · (1 + exp(−rate · t / half)), t batches so far: decays from 2 · scale to scale."""
 
@@ -433,7 +420,6 @@ def epo(
     )
 
 
-@dataclass(frozen=True)
 class ReferenceDivergence(Factor):
     """|y| softmaxₜ(d H̄^κ / τ) over the tokens of a trajectory: more weight where the policy
     differs from the reference and is uncertain.
@@ -478,7 +464,6 @@ def standardised(value: Field) -> Field:
     return (value - value.mean(BATCH)) / (value.std(BATCH) ** 2 + EPS) ** 0.5
 
 
-@dataclass(frozen=True)
 class UncertaintyShaped(Term):
     """A(1 + boost·S) + bonus·(S − mean of S in the group), S = clip(by_entropy·z(H) + by_doubt·z(1 − p), ±most): tokens at which
     the policy was uncertain weigh more. z standardises over all sampled tokens of the batch."""
@@ -498,7 +483,6 @@ class UncertaintyShaped(Term):
         return self.term(batch).at(TOKEN) * (1 + self.boost * s) + self.bonus * (s - s.mean(GROUP))
 
 
-@dataclass(frozen=True)
 class TailConfidenceClip(Gate):
     """Clip to 1 ± ε with one ε for each trajectory: ε = least + (most − least)·σ(steep·(1 − c)), c the mean p of its last
     ``tail`` tokens. The less sure its end was, the wider the window."""

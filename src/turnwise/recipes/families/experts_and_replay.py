@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
@@ -75,7 +75,6 @@ TOKEN_WEIGHTS: dict[str, Callable[[Field], Field]] = {
 }
 
 
-@dataclass(frozen=True)
 class WeightedNegativeLogLikelihood(Penalty):
     """−sg[w] min(log π, log cutoff). w = 1 (``none``), p(1 − p) (``phi``: tokens the policy is uncertain about) or p
     (``is``: as if the policy had sampled the token). Tokens more likely than ``cutoff`` have no gradient."""
@@ -88,7 +87,6 @@ class WeightedNegativeLogLikelihood(Penalty):
         return -(TOKEN_WEIGHTS[self.weight](view.logp.detach().exp()) * logp)
 
 
-@dataclass(frozen=True)
 class WarmupCosine(Schedule):
     """peak·t/warmup during ``warmup``, then half a cosine of ``decay`` steps down to ``valley``, constant afterwards."""
 
@@ -105,7 +103,6 @@ class WarmupCosine(Schedule):
         return self.valley
 
 
-@dataclass(frozen=True)
 class OneMinus(Factor):
     """1 − weight: the share that another loss leaves to the policy gradient."""
 
@@ -147,7 +144,6 @@ def chord(
     )
 
 
-@dataclass(frozen=True)
 class SolvedGroups(Selector):
     """Groups in which more than a share ``threshold`` of the trajectories selected by ``counted`` succeeded."""
 
@@ -190,7 +186,6 @@ SHAPES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
 class ShapedProbability(Ratio):
     """ρ = f(p), p = π(y): the ratio for expert text, whose sampler is taken to be certain (μ = 1). The gradient flows
     through f.
@@ -230,7 +225,6 @@ def luffy(
     )
 
 
-@dataclass(frozen=True)
 class AnyOf(Selector):
     """Trajectories that at least one selector selects."""
 
@@ -282,7 +276,6 @@ def trimpi(clip: float = 0.2, share: float = 0.5, tier: int = 1) -> Recipe:
 # ---------------------------------------------------------------- past successes
 
 
-@dataclass(frozen=True)
 class FailedGroups(Selector):
     """Groups whose sampled trajectories have similar and low returns: std < ``max_std`` and mean < ``max_mean``."""
 
@@ -297,7 +290,6 @@ class FailedGroups(Selector):
         return ((n > 0) & (std < self.max_std) & (mean < self.max_mean)).at(TRAJECTORY)
 
 
-@dataclass(frozen=True)
 class PatchFailedGroups(Selector):
     """The sampled trajectories; in a ``failed`` group with a trajectory in ``pool``, one of ``pool`` replaces a sampled
     one.
@@ -340,7 +332,6 @@ def arpo_gui(
     )
 
 
-@dataclass(frozen=True)
 class UnrewardedGroups(Selector):
     """Groups whose sampled trajectories all have return 0."""
 
@@ -350,7 +341,6 @@ class UnrewardedGroups(Selector):
         return ((weight.sum(GROUP) > 0) & (total_reward <= 0)).at(TRAJECTORY)
 
 
-@dataclass(frozen=True)
 class LatestOfGroup(Selector):
     """One trajectory per group: the one stored last (fact ``age``); trajectories without an age come last."""
 
@@ -392,7 +382,6 @@ def bepa(
     )
 
 
-@dataclass(frozen=True)
 class MaxAge(Selector):
     """Stored at most ``steps`` training steps ago (fact ``age``; a trajectory without an age counts as fresh)."""
 
@@ -402,7 +391,6 @@ class MaxAge(Selector):
         return Fact("age", missing=0.0)(batch) <= self.steps
 
 
-@dataclass(frozen=True)
 class PositiveAdvantage(Selector):
     """Trajectories with a positive advantage on at least one token."""
 
@@ -411,7 +399,6 @@ class PositiveAdvantage(Selector):
         return (a.max(TRAJECTORY) if a.level < TRAJECTORY else a.at(TRAJECTORY)) > 0
 
 
-@dataclass(frozen=True)
 class Excess(Term):
     """max(value − threshold, 0), in the dtype of the value."""
 
@@ -461,7 +448,6 @@ def spear_replay(
 SAMPLED = FromOrigin("policy")
 
 
-@dataclass(frozen=True)
 class ImprovementWeighted(Term):
     """φ(ξ) · term: weights the credit of earlier batches by how this batch fared after their update.
 
@@ -525,7 +511,6 @@ def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.
     )
 
 
-@dataclass(frozen=True)
 class NonZero(Selector):
     """Trajectories on which ``term`` is not 0."""
 
@@ -570,7 +555,6 @@ def r1v2(
 # ---------------------------------------------------------------------- teachers
 
 
-@dataclass(frozen=True)
 class TeacherLogRatio(Term):
     """λ(log T − log π_ref) − (log π_old − log π_ref) per token; λ = 1 is log T − log π_old and needs no reference.
 
@@ -632,7 +616,6 @@ def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Rec
     )
 
 
-@dataclass(frozen=True)
 class PerplexityWeighted(Term):
     """w · term, w = PPL^{±1/τ} / Σ over the selected trajectories of a group, 0 elsewhere; PPL = exp(−mean
     log-probability).
@@ -683,7 +666,6 @@ def scope(tau: float = 1.0) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class OneTokenRolloutLoss(Penalty):
     """−(matches · log π(y) + negative · Σ log π(a))/K: of K candidates drawn at each token those equal to the token
     earn 1, the others ``negative``; their Σ is the signal CANDIDATE_LOGP."""

@@ -55,7 +55,6 @@ def lower_median(batch: Batch, value: Field) -> Field:
     return where(is_median, value, 0.0).sum(GROUP)
 
 
-@dataclass(frozen=True)
 class StandardiseByMedian(Term):
     """A = (R − m)/(d + ε), m the median return of the group and d the median of |R − m|, so that one outlier moves
     neither.
@@ -80,7 +79,6 @@ class StandardiseByMedian(Term):
         return a * (a.peer_count(GROUP) / non_zero.clamp(low=1.0))
 
 
-@dataclass(frozen=True)
 class AtMedian(Selector):
     """Trajectories whose return is the (lower) median of their group: at least one per group."""
 
@@ -108,7 +106,6 @@ def mc_grpo(eps: float = 1e-3, rescale: bool = False, fallback: bool = False, cl
     )
 
 
-@dataclass(frozen=True)
 class WeightedRewards(Piece):
     """The rewards of a trajectory, each with its weight (default 1): the named ones, or with () all named ones of the
     batch.
@@ -158,7 +155,6 @@ def sum_fields(fields: Iterable[Field]) -> Field:
     return reduce(operator.add, fields)
 
 
-@dataclass(frozen=True)
 class BetaNormalised(Term):
     """A = (r − p)/f(p; α, β), averaged over the rewards: p the group mean, f the Beta density that minimises the
     variance.
@@ -207,7 +203,6 @@ def bnpo(
     )
 
 
-@dataclass(frozen=True)
 class SumOfStandardised(Term):
     """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike.
 
@@ -226,7 +221,6 @@ class SumOfStandardised(Term):
         return sum_fields(w * (r - r.mean(GROUP)) for w, r in rewards) / (scale + self.eps)
 
 
-@dataclass(frozen=True)
 class StandardiseOverBatch(Term):
     """(A − mean)/(std + ε) over the batch: over trajectories ("rows"), over sampled tokens ("tokens"), or A unchanged
     ("none")."""
@@ -334,7 +328,6 @@ class BundledRollouts:
         return [float(segment_quantile(self.score, one_segment, 1, level)) for level in LEVELS]
 
 
-@dataclass(frozen=True)
 class TailRisk(Term):
     """g = (ω g_low + g_mid)/(ω + 1) divided by the std of the scores S of a bundle, distributed among the members of a
     rollout:
@@ -448,7 +441,6 @@ def risk_po(
     return Recipe(advantage=TailRisk(bundle, a, b, omega, eta, mode, share, baseline, eps), gate=Clip(clip, clip))
 
 
-@dataclass(frozen=True)
 class ConditionalAdvantage(Term):
     """A = μ (R − mean of the other half) + (1 − μ)(R − mean of the own half): halves of a group by mean token "entropy"
     or by "length", the lower half with ⌊n/2⌋ members.
@@ -504,7 +496,6 @@ def canon(
     )
 
 
-@dataclass(frozen=True)
 class SameCount(Peers):
     """Trajectories of one group with the same number of tool calls, or of turns."""
 
@@ -519,7 +510,6 @@ class SameCount(Peers):
         return Partition.by(batch.tree, TRAJECTORY, batch.group, counts)
 
 
-@dataclass(frozen=True)
 class Blend(Term):
     """share · left + (1 − share) · right."""
 
@@ -548,7 +538,6 @@ def stratified_grpo(
     )
 
 
-@dataclass(frozen=True)
 class StandardiseByMeanDeviation(Term):
     """A = (v − mean)/(mean |v − mean| + ε) within the group: the size of the update does not depend on the success rate.
 
@@ -566,7 +555,6 @@ class StandardiseByMeanDeviation(Term):
         return deviation / (deviation.abs().mean(GROUP) + eps)
 
 
-@dataclass(frozen=True)
 class DifficultyWeighted(Term):
     """λA, λ = B softmax(−p/softness) over the B groups whose returns differ, 0 for the other groups; p is the group
     mean of the reward ``accuracy`` (None: of the return; p = 0 counts as 1, because then only other rewards vary).
@@ -636,7 +624,6 @@ def ordered_pairs(tree: Tree) -> tuple[Tensor, Tensor]:
     return left, members[begin[left] + segments.rank_within(left, group.numel())]
 
 
-@dataclass(frozen=True)
 class PairwiseCalibration(Term):
     """A = Σ over wrong peers of σ((l′ − l)/τ) for a right trajectory, −Σ over right peers of σ((l − l′)/τ) for a wrong
     one: credit where the mean log-probability l ranks a pair wrongly.
@@ -687,7 +674,6 @@ def answer_entropy(batch: Batch, same: Peers) -> Field:
     return -share.map(torch.log2).mean(GROUP)
 
 
-@dataclass(frozen=True)
 class DisagreementWeighted(Term):
     """wA, w = σ(k (H − b)), H the entropy of the group's answers: comparison within the group counts where answers
     differ.
@@ -709,7 +695,6 @@ class DisagreementWeighted(Term):
         return w * a if self.across is None else (1 - w) * self.across(batch)
 
 
-@dataclass(frozen=True)
 class ConsistencyAdvantage(Term):
     """A = z-score over the tasks of the batch of mean R · (1 − κH), κ = (1 − 1/n)/log₂ n: equal for all members of a
     group, larger where they are right and agree. A batch of one task gets 0. At GROUP."""
@@ -725,7 +710,6 @@ class ConsistencyAdvantage(Term):
         return (value - value.mean(BATCH)) / (value.std(BATCH) + self.eps)
 
 
-@dataclass(frozen=True)
 class ClipEachPart(Gate):
     """Clips each part of a sum advantage by its own sign: w = s clip(ρ; part) + (1 − s) clip(ρ; A − part), s = part/A.
 
@@ -765,7 +749,6 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
     )
 
 
-@dataclass(frozen=True)
 class LengthDampedGroups(Term):
     """A in groups whose longest right answer is longer than their mean wrong answer, ``damp`` · A in the others.
 
@@ -816,7 +799,6 @@ def adora(
     return Recipe(advantage=advantage, gate=Clip(clip, clip), aggregate=Mean(TOKEN), penalties=penalties)
 
 
-@dataclass(frozen=True)
 class UnlikelinessReward(Term):
     """R (1 − β k/n), k the likelihood rank of a trajectory among the n of its group, 0 for the least likely: rarer
     successes earn more."""
@@ -842,7 +824,6 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
     return Recipe(advantage=advantage, gate=Clip(clip, clip), penalties=penalties)
 
 
-@dataclass(frozen=True)
 class NoveltyBonus(Term):
     """A + min(weight (1 − η)₊, cap · A) where A > 0, η = exp(l − mean l), l the mean log-probability of a trajectory
     and mean l that of the group: a bonus for unexpected good trajectories."""
@@ -870,7 +851,6 @@ def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: floa
     return Recipe(advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
 
 
-@dataclass(frozen=True)
 class UnitOutcome(Term):
     """The return rescaled from [bottom, top] to [0, 1]."""
 
@@ -891,7 +871,6 @@ def miss_probability(total: Tensor, marked: Tensor, drawn: Tensor) -> Tensor:
     return torch.where(possible, log.exp(), (drawn <= 0).to(total.dtype))
 
 
-@dataclass(frozen=True)
 class SetAdvantage(Term):
     """A = mean of f over the sets a trajectory is in − mean of f over all sets of ``size`` of its group, with
     f(set) = mean reward · share of distinct members: exploring members are credited together with successful ones.
@@ -942,7 +921,6 @@ def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: floa
     )
 
 
-@dataclass(frozen=True)
 class PublicBaseline(Term):
     """A = Rᵢⱼ − mean over all agents of one function in all rollouts of the group, Rᵢⱼ the return of agent j in rollout
     i: each acting agent counts once, however many turns it took. At TURN.
@@ -981,7 +959,6 @@ def public_baseline(scale: bool = False, eps: float = 1e-6, clip: float = 0.2) -
     return Recipe(advantage=PublicBaseline(scale, eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class RetentionByKL(Term):
     """η = high − min(K/target, 1)(high − low), K the mean KL of the last ``window`` updates: the further the policy
     moved, the less of a tracker's counts is kept. At BATCH.
@@ -1013,7 +990,6 @@ class RetentionByKL(Term):
         return self.high - share * (self.high - self.low)
 
 
-@dataclass(frozen=True)
 class CappedEntropyBonus(Term):
     """Aₜ = A + min(|A|/γ, weight · Hₜ): a bonus for uncertain tokens, bounded by A. At TOKEN."""
 
@@ -1063,7 +1039,6 @@ def mssr(
     )
 
 
-@dataclass(frozen=True)
 class LeaveOneOutProbeBaseline(Term):
     """A = R − mean of a probe's predictions from the *other* rollouts of the group: independent of this one, so unbiased.
 
@@ -1097,7 +1072,6 @@ def poise(normalise: bool = True, eps: float = 1e-6, low: float = 0.2, high: flo
     return Recipe(advantage=LeaveOneOutProbeBaseline(normalise, eps), gate=Clip(low, high), aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class ProbeBaseline(Term):
     """A = R − V, V the mean of a probe's predictions from the other rollouts of the group, or from this one where it is
     alone."""

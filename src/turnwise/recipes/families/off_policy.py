@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
@@ -40,7 +39,6 @@ def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class TwoSided(Mask):
     """1 − low ≤ ρ ≤ 1 + high, whatever the sign of A; and far outside where A points back: A ≥ 0 and ρ ≤ 1 − far_low, or
     A ≤ 0 and ρ ≥ 1 + far_high (inf: never)."""
@@ -96,7 +94,6 @@ def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     return Recipe(advantage=Standardise(scale=False), ratio=Importance(TRAJECTORY), gate=gate)
 
 
-@dataclass(frozen=True)
 class ExpAdvantage(Factor):
     """exp(A / temperature): higher advantages get larger weights; the exponent is capped so that the weight stays finite."""
 
@@ -199,7 +196,6 @@ def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class GammaWeight(Gate):
     """w = sg[ρᵏ exp(λ(1 − ρ))] with the gradient of log π: 1 at ρ = 1, falling on both sides; (k, λ) by the sign of A."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
@@ -55,7 +55,6 @@ KIND = Kind.PREFERENCE
 INF = float("inf")
 
 
-@dataclass(frozen=True)
 class LabelSmoothed(PairLoss):
     """(1 − ε) ℓ(w, l) + ε ℓ(l, w): label smoothing for labels that may be wrong."""
 
@@ -67,7 +66,6 @@ class LabelSmoothed(PairLoss):
         return (1 - self.eps) * unflipped + self.eps * self.loss(rejected, chosen) if self.eps else unflipped
 
 
-@dataclass(frozen=True)
 class HingeLoss(PairLoss):
     """max(0, 1 − β(w − l))."""
 
@@ -77,7 +75,6 @@ class HingeLoss(PairLoss):
         return (1 - self.beta * (chosen - rejected)).clamp(min=0.0)
 
 
-@dataclass(frozen=True)
 class SquaredMarginLoss(PairLoss):
     """(w − l − 1/(2β))²: regresses the margin onto a target."""
 
@@ -87,7 +84,6 @@ class SquaredMarginLoss(PairLoss):
         return (chosen - rejected - 1 / (2 * self.beta)) ** 2
 
 
-@dataclass(frozen=True)
 class SeparateSquaredLoss(PairLoss):
     """(w − 1/(2β))² + (l + 1/(2β))²: regresses each side onto its own target."""
 
@@ -125,7 +121,6 @@ def dpo(
     return penalised(PreferenceLoss(LabelSmoothed(loss(beta), smoothing), score, selected), selected)
 
 
-@dataclass(frozen=True)
 class FlipCorrected(PairLoss):
     """((1 − ε) ℓ(d) − ε ℓ(−d))/(1 − 2ε), d = w − l clipped to ±bound: over labels flipped at rate ε its expectation is
     the loss of the true labels. Unbounded below without ``bound``."""
@@ -164,7 +159,6 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, pairs: Literal["told", "formed"
     return of_pairs(LogisticLoss(beta, gamma), pairs, LogRatioScore(mean=True, reference=False))
 
 
-@dataclass(frozen=True)
 class MixedReferenceScore(TrajectoryScore):
     """s = Σₜ log π − (τ/η) log π_ref − (1 − τ/η) log μ: a reference between the frozen policy and the sampler μ."""
 
@@ -194,7 +188,6 @@ def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Literal["told", "forme
     return of_pairs(SquaredMarginLoss(eta), pairs, MixedReferenceScore(eta, tau))
 
 
-@dataclass(frozen=True)
 class WinRate(Term):
     """Mean of P(this trajectory is preferred to another of its group), from the facts ``beats_0``, ``beats_1`` ..., one
     per other; without them the larger value wins and a tie is ½. 0 without others. At TRAJECTORY."""
@@ -242,7 +235,6 @@ def spo_minimax(clip: float = 0.2) -> Recipe:
 ANSWER, REVISES_REJECTED, REVISES_CHOSEN = 0, 1, 2  # the fact ``revises``
 
 
-@dataclass(frozen=True)
 class RevisionGroups(PairSelector):
     """Groups of six: chosen and rejected (fact ``chosen`` 1, 0), each as an answer, as a revision of the rejected and
     as a revision of the chosen (fact ``revises`` 0, 1, 2)."""
@@ -272,7 +264,6 @@ class RevisionGroups(PairSelector):
         return where(self.complete(batch), winner - loser, 0.0)
 
 
-@dataclass(frozen=True)
 class RevisionLoss(Penalty):
     """(1 − α)(½ − (β/2)[r(w|l) − r(l|w) + r(w) − r(l)])² + α[(½ − β[r(w|l) − r(l|l)])² + (½ − β[r(w|w) − r(l|w)])²]
 
@@ -315,7 +306,6 @@ def srpo(beta: float = 0.1, alpha: float = 0.5) -> Recipe:
 NAN = float("nan")
 
 
-@dataclass(frozen=True)
 class GapOrderLoss(Penalty):
     """−log σ(m − m′), m = β(s(chosen) − s(rejected)), mean over all ordered couples of pairs of one ``family`` in which
     the first has the larger ``gap``: a larger quality gap must have a larger margin. ``family`` and ``gap`` are facts.
@@ -360,7 +350,6 @@ ANSWERS: dict[str, Selector] = {"told": FromOrigin("expert"), "formed": FromOrig
 """Whose answers are picked from: ``told`` are those of the data, ``formed`` the policy's own."""
 
 
-@dataclass(frozen=True)
 class DirectionalReward(Term):
     """vᵀr: the named rewards of a trajectory along the direction v its prompt asks for, the facts ``toward_NAME``."""
 
@@ -401,7 +390,6 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal[
 # ------------------------------------------------------------- losses of one pair
 
 
-@dataclass(frozen=True)
 class ReverseKLLoss(PairLoss):
     """KL(q ‖ p) of two outcomes: q = (σ(βd), σ(−βd)) is the policy's, p = (1 − ε, ε) the label's."""
 
@@ -426,7 +414,6 @@ def exo(beta: float = 0.1, eps: float = 1e-3, pairs: Literal["told", "formed"] =
     return of_pairs(ReverseKLLoss(beta, eps), pairs)
 
 
-@dataclass(frozen=True)
 class NoiseContrastiveLoss(PairLoss):
     """−log σ(βw) − ½ log σ(−βw) − ½ log σ(−βl): each side is told apart from the reference, so the chosen cannot fall."""
 
@@ -450,7 +437,6 @@ def nca(beta: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
     return of_pairs(NoiseContrastiveLoss(beta), pairs)
 
 
-@dataclass(frozen=True)
 class AnchoredLoss(PairLoss):
     """Each side against the reference. ``zero``: 1 − σ(βw) + σ(βl), the chosen rises and the rejected falls. ``down``: σ(βw) +
     1 − σ(β(w − l)), both fall, the rejected more; for data worse than the model."""
@@ -478,7 +464,6 @@ def apo(
     return of_pairs(AnchoredLoss(beta, anchor), pairs)
 
 
-@dataclass(frozen=True)
 class BlendedLoss(PairLoss):
     """(1 − m)(−log σ(x)) + m exp(−x), x = βd, m = σ(x/τ): logistic for wrong orders, exponential for right ones."""
 
@@ -503,7 +488,6 @@ def discopop(beta: float = 0.05, tau: float = 0.05, pairs: Literal["told", "form
     return of_pairs(BlendedLoss(beta, tau), pairs)
 
 
-@dataclass(frozen=True)
 class SortedPreferenceLoss(Penalty):
     """Loss of sorted scores: the k-th smallest of one side against the k-th smallest of the other, over all pairs of a step.
 
@@ -550,7 +534,6 @@ def aot(
     return penalised(cost, selected)
 
 
-@dataclass(frozen=True)
 class LabelledAnswers(PairSelector):
     """Every trajectory with the fact ``chosen``, 1 (good) or 0 (bad): both sides of a pair, or answers without another side."""
 
@@ -561,7 +544,6 @@ class LabelledAnswers(PairSelector):
         return where(label.map(lambda x: x == 1), 1.0, where(label.map(lambda x: x == 0), -1.0, 0.0))
 
 
-@dataclass(frozen=True)
 class ProspectLoss(Penalty):
     """λ_D (1 − σ(β(s − z))) of a chosen trajectory, λ_U (1 − σ(β(z − s))) of a rejected one; z = [mean of s over both]₊.
 
@@ -609,7 +591,6 @@ def kto(
     return penalised(cost, selected, Mean(TRAJECTORY))
 
 
-@dataclass(frozen=True)
 class LogOddsScore(TrajectoryScore):
     """s = log p/(1 − p), p the geometric mean of the token probabilities; without a reference."""
 

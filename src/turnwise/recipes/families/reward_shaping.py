@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
@@ -36,7 +35,6 @@ KIND = Kind.CREDIT
 # --------------------------------------------------------------- between the steps
 
 
-@dataclass(frozen=True)
 class RetentionByDrift(Term):
     """ρ = clip(2^{−D/half}, low, high): the share of a tracker's counts kept after a policy drift D."""
 
@@ -49,7 +47,6 @@ class RetentionByDrift(Term):
         return self.drift(batch).map(lambda d: torch.exp2(-d / self.half)).clamp(self.low, self.high)
 
 
-@dataclass(frozen=True)
 class DriftSinceVisit(Term):
     """D = Σ over the steps since a task was last visited of mean |log π − log π_previous|; 0 for a new task. At GROUP.
 
@@ -116,7 +113,6 @@ def spo_single(
     )
 
 
-@dataclass(frozen=True)
 class RecalibratedReturn(Term):
     """value − baseline, the advantage of a replayed trajectory today; ``scale`` divides by spread + ε."""
 
@@ -131,7 +127,6 @@ class RecalibratedReturn(Term):
         return advantage / (self.spread(batch) + self.eps) if self.scale else advantage
 
 
-@dataclass(frozen=True)
 class NonNegativeReplay(Selector):
     """Replayed trajectories at most ``oldest`` steps old with a mean advantage ≥ 0: the largest power of two of them,
     at most ``size``, in the order of their seeds."""
@@ -191,7 +186,6 @@ SIGNALS = {
 }
 
 
-@dataclass(frozen=True)
 class EffectiveRankPotential(Term):
     """Φ = Σ w tanh(rel), rel = clip((x − μ)/(|μ| + ε), ±5) of acceleration, velocity and rank against their running
     means μ.
@@ -237,7 +231,6 @@ class EffectiveRankPotential(Term):
         return where(batch[self, "seen"] > 0, phi, 0.0)
 
 
-@dataclass(frozen=True)
 class CappedBonus(Term):
     """A + min(max(bonus, 0), |A|/κ): for κ > 1 the sign stays. Only at a trajectory's last token, or at
     ``every_token``."""
@@ -280,7 +273,6 @@ def verl_rank(
     )
 
 
-@dataclass(frozen=True)
 class FlowOutlierScore(Term):
     """Distance of a token's hidden states from the flow of good ones, rescaled to [0, 1] within its trajectory; kept
     only above ``threshold`` and for the ``top`` highest (earlier ones first), else 0. At TOKEN."""
@@ -318,7 +310,6 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
 # ---------------------------------------------------------------- shaped outcomes
 
 
-@dataclass(frozen=True)
 class UsedAction(Term):
     """1 for a trajectory that used the auxiliary action: the fact ``action`` where recorded, else whether it called a
     tool."""
@@ -333,7 +324,6 @@ class UsedAction(Term):
         return where(recorded.map(torch.isnan), called, where(recorded > 0, 1.0, 0.0))
 
 
-@dataclass(frozen=True)
 class GroupContrast(Term):
     """±1 for trajectories that ``used`` the action, 0 for the others: + where the users' mean return in the group
     exceeds that of the others by more than ``threshold``, − where it falls short by more. 0 where all or none used
@@ -352,7 +342,6 @@ class GroupContrast(Term):
         return used * where(both & (gap.abs() > self.threshold), gap.map(torch.sign), 0.0)
 
 
-@dataclass(frozen=True)
 class NormalisedLength(Term):
     """min(1, n / longest), n the sampled tokens of a trajectory."""
 
@@ -383,7 +372,6 @@ def gcpo(
     return Recipe(advantage=Standardise(shaped), gate=Clip(clip, clip))
 
 
-@dataclass(frozen=True)
 class ShapleyInformationGain(Term):
     """G = Σ ω over the pieces of information in the answer to a question; 0 for turns that ask nothing. At TURN.
 
@@ -410,7 +398,6 @@ class ShapleyInformationGain(Term):
         return gain
 
 
-@dataclass(frozen=True)
 class QuestionReward(Term):
     """Reward of each token of a turn: α G + β G · solved for a question, γ · solved for the answer, both plus ``form``
     times the turn fact ``format``; 0 for other turns. At TURN."""
@@ -459,7 +446,6 @@ def promed(
     )
 
 
-@dataclass(frozen=True)
 class FlawPenalisedOutcome(Term):
     """+1 for a solved trajectory, −1 for a failed one; a solved one with an error in its reasoning loses ``penalty``.
 
@@ -494,7 +480,6 @@ def _calls(batch: Batch) -> Field:
     return batch.tool_calls.to(torch.float64).sum(TRAJECTORY)
 
 
-@dataclass(frozen=True)
 class ToolEfficiencyReward(Term):
     """scale · f for solved trajectories, 0 for others, from m tool calls and n, the fewest that ever solved the task.
 
@@ -546,7 +531,6 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
     )
 
 
-@dataclass(frozen=True)
 class CheapestModePays(Term):
     """R for the cheapest mode, mode 0, and on hard tasks; R·(1 − p^α) for another mode on an easy one. A task is easy if forced
     rollouts of mode 0 succeed at a rate of at least ``easy``; p is the success rate of all forced rollouts. R is an outcome
@@ -587,7 +571,6 @@ def a2fm(
     )
 
 
-@dataclass(frozen=True)
 class TokenEntropyReward(Term):
     """helpful · H / max H − stable · |H − mean H| in the group, H the entropy of the token frequencies of a
     trajectory."""

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import CappedWeight, Clip, TruncatedImportance
@@ -120,7 +118,6 @@ def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class MismatchKLBelow(Mask):
     """Trajectories whose mean k3 of learner against sampler, mean (ρ − 1 − log ρ), is at most ``limit``."""
 
@@ -149,7 +146,6 @@ def k3_rs(limit: float = 1e-2) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class TokenVeto(Mask):
     """Trajectories in which no token has π_prox/μ below ``floor``."""
 
@@ -178,7 +174,6 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class OffPolicySequenceMask(Mask):
     """Masks trajectories with A < 0 that have become unlikely, mean (log μ − log π) > limit; keeps all others."""
 

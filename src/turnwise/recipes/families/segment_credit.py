@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -206,7 +206,6 @@ class ForkTerm(Term):
     requires = frozenset({"forks"})
 
 
-@dataclass(frozen=True)
 class MonteCarloValueDifference(ForkTerm):
     """A = V(end) − V(start) of each segment, V of a cut the mean return of the trajectories that fork there. At TOKEN.
 
@@ -228,7 +227,6 @@ class MonteCarloValueDifference(ForkTerm):
         )
 
 
-@dataclass(frozen=True)
 class UnforkedTrajectories(Mask):
     """Trajectories that start at the prompt; forked ones only estimate values."""
 
@@ -236,7 +234,6 @@ class UnforkedTrajectories(Mask):
         return view.batch.parent < 0
 
 
-@dataclass(frozen=True)
 class ProbabilityBelow(Mask):
     """Tokens with a probability below ``limit`` at sampling time."""
 
@@ -271,7 +268,6 @@ def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
 ROUNDING = 1e-12
 
 
-@dataclass(frozen=True)
 class TreeValueDifference(ForkTerm):
     """A = V(end) − V(start) of each segment between forks. At TOKEN.
 
@@ -299,7 +295,6 @@ class TreeValueDifference(ForkTerm):
         )
 
 
-@dataclass(frozen=True)
 class NonZeroAdvantage(Mask):
     """Tokens whose advantage is not 0."""
 
@@ -330,7 +325,6 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
     )
 
 
-@dataclass(frozen=True)
 class PathReturn(ForkTerm):
     """R = Σ of the rewards along the path from the prompt, including those before the fork, which the parent earned."""
 
@@ -338,7 +332,6 @@ class PathReturn(ForkTerm):
         return Field(batch.tree, TRAJECTORY, ForkTree(batch).outcome())
 
 
-@dataclass(frozen=True)
 class MeanOverPaths(ForkTerm):
     """The mean of ``term`` over all trajectories that pass through a token. At TOKEN.
 
@@ -374,7 +367,6 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class AfterLastFork(Mask):
     """Tokens after the last position where another trajectory forks off. Planned over whole groups: a split may part
     the two."""
@@ -389,7 +381,6 @@ class AfterLastFork(Mask):
         return view[self]
 
 
-@dataclass(frozen=True)
 class AmplifiedPositive(Term):
     """``perfect`` where ``value`` reaches ``best``; elsewhere αA where A ≥ 0, else A."""
 
@@ -453,7 +444,6 @@ def segment_index(batch: Batch) -> Field:
     return boundary.running_sum(TRAJECTORY) - boundary
 
 
-@dataclass(frozen=True)
 class SampledSegments(Mask):
     """At most ``limit`` random segments of each trajectory; a turn with the fact ``memory`` ends a segment. None: all."""
 
@@ -497,7 +487,6 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class OptimalTokenBaseline(Term):
     """A = G − Σ G W / Σ W over the trajectories of the group at the same token index; G the reward to go, W the running sum of
     1 − 2π + Σₐ π(a)², the squared norm of ∂ log π / ∂ logits. Where one trajectory alone has that index, the baseline is 0."""
@@ -537,7 +526,6 @@ def utterance_advantage(view: MicroBatchView) -> Field:
     return q.minimum(q_twin) - v.minimum(v_twin)
 
 
-@dataclass(frozen=True)
 class UtteranceAdvantage(Factor):
     """min(Q, Q′) − min(V, V′) of the turn under the present critics; ``baseline`` subtracts the token-level value."""
 
@@ -552,7 +540,6 @@ class UtteranceAdvantage(Factor):
         return a - view[Signal.VALUE].detach() if self.baseline else a.at(TOKEN)
 
 
-@dataclass(frozen=True)
 class UtteranceQError(Penalty):
     """Σ over both critics of (Q − r − γ V̄(s′))²; the value after the last turn is 0. One cost per turn that an environment
     answered: give it ``rows=RecordedActions()``."""
@@ -567,7 +554,6 @@ class UtteranceQError(Penalty):
         return one + (view[Signal.SECOND_Q] - target(Signal.TARGET_SECOND_V)) ** 2
 
 
-@dataclass(frozen=True)
 class UtteranceVError(Penalty):
     """Σ over both critics of (V − Q̄(s, a))², a the turn of the present policy: give it ``rows=PresentActions(...)``."""
 
@@ -583,7 +569,6 @@ def sampled_again(batch: Batch) -> Field:
     return Fact("fresh", missing=0.0)(batch) > 0
 
 
-@dataclass(frozen=True)
 class PresentActions(Selector):
     """Turns of the present policy: with ``fresh`` those sampled again at the states of a step (fact ``fresh``), replayed ones
     included; with 0 those of the step's own rollouts."""
@@ -598,7 +583,6 @@ class PresentActions(Selector):
         return sampled_again(batch) if self.fresh else ~(batch.replayed | batch.expert)
 
 
-@dataclass(frozen=True)
 class RecordedActions(Selector):
     """Turns that an environment answered: all but those that were sampled again."""
 
@@ -606,7 +590,6 @@ class RecordedActions(Selector):
         return ~sampled_again(batch)
 
 
-@dataclass(frozen=True)
 class TokenBaselineError(Penalty):
     """(A − b)²: trains the token-level value b on the utterance advantage of its turn."""
 
@@ -651,7 +634,6 @@ def archer(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class TurnValueDifference(Term):
     """A = V(after) − V(before) of each turn, V the critic's estimate before its first token; after the last turn V is
     the return.
@@ -676,7 +658,6 @@ class TurnValueDifference(Term):
         return Field(tree, TURN, difference)
 
 
-@dataclass(frozen=True)
 class AdvantageRegressionError(Penalty):
     """(A/β − Σ over the turn of log π − log π_ref)²: 0 where π ∝ π_ref exp(A/β). One cost per turn."""
 
@@ -688,7 +669,6 @@ class AdvantageRegressionError(Penalty):
         return (view[Column.ADVANTAGE].to(log_ratio.x.dtype) / self.beta - log_ratio) ** 2
 
 
-@dataclass(frozen=True)
 class StatesWithSpread(Mask):
     """Turns in states whose advantages span at least ``min_spread``, over all turns with tokens that the group took
     there."""
@@ -706,7 +686,6 @@ class StatesWithSpread(Mask):
         return a.max(peers) - a.min(peers) >= self.min_spread
 
 
-@dataclass(frozen=True)
 class ActiveBatches(Schedule):
     """``scale`` from batch ``begin`` on and before batch ``end`` (0: no end), 0 otherwise. What has weight 0 has no gradient: a
     critic whose loss has ended stays as it is."""
@@ -778,7 +757,6 @@ def set_value(value: Field, members: Field, state: Partition, equal: Partition) 
     return (value * members).sum(state) / count * where(several, 0.0, distinct / count)
 
 
-@dataclass(frozen=True)
 class VineSetAdvantage(ForkTerm):
     """A = mean of f over a vine's sets − mean of f over all sets of its state, in its first turn and ``window`` turns after it;
     ``otherwise`` in all other turns. f(set) = mean return of its members, rescaled from [bottom, top] to [0, 1], times the share
@@ -818,7 +796,6 @@ class VineSetAdvantage(ForkTerm):
         return sum(paid[1:], paid[0]) / times.clamp(low=1.0), (times > 0) & (batch.parent >= 0)
 
 
-@dataclass(frozen=True)
 class BehaviourKL(Penalty):
     """KL(μ‖π) from the sampler to the policy, by the estimator ρ − 1 − log ρ over what the sampler drew."""
 

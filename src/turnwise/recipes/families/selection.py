@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.advantage import LeaveOneOut, SoftBaseline, Standardise
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 KIND = Kind.DATA
 
 
-@dataclass(frozen=True)
 class ShareSchedule(Piece):
     """A share that moves linearly from ``start`` to ``end`` over ``steps`` batches, then stays."""
 
@@ -72,7 +71,6 @@ def max_variance_subset(values: Tensor, ties: Tensor, count: int) -> Tensor:
     return first[order[places]]
 
 
-@dataclass(frozen=True)
 class LargestVariance(Selector):
     """The share of the trajectories whose advantages have the largest variance: some of the largest and some of the smallest,
     over the whole step, or inside each group. Trajectories without tokens do not count."""
@@ -105,7 +103,6 @@ def ceiling(x: float) -> int:
     return math.ceil(x - 1e-9)
 
 
-@dataclass(frozen=True)
 class LargestAdvantageEntropy(Mask):
     """The share of the tokens with the largest |A|·H, H the entropy at the start of the batch, among the tokens of ``within``;
     True outside of it, where ``within`` decides."""
@@ -175,7 +172,6 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", clip: float
     )
 
 
-@dataclass(frozen=True)
 class HighestEntropyTurns(Mask):
     """The turns of each group whose mean token entropy, at the start of the batch, is among the highest ``share``."""
 
@@ -234,7 +230,6 @@ def dart(
     )
 
 
-@dataclass(frozen=True)
 class SamplerRegressionError(Penalty):
     """(β Σ over the trajectory of log π − log μ, minus A)²: 0 where π ∝ μ exp(A/β). One cost per trajectory."""
 
@@ -276,7 +271,6 @@ def step_values(batch: Batch) -> tuple[Field, Field]:
     return first, Field(tree, TURN, torch.zeros_like(first.x).index_copy(0, steps, after))
 
 
-@dataclass(frozen=True)
 class GoodSteps(Term):
     """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others."""
 
@@ -291,7 +285,6 @@ class GoodSteps(Term):
         return (a > 0).to(torch.float64)
 
 
-@dataclass(frozen=True)
 class OutcomeAboveValue(Term):
     """R − V(o₀): how much better a trajectory ended than its first state promised. At TRAJECTORY."""
 
@@ -303,7 +296,6 @@ class OutcomeAboveValue(Term):
         return Outcome()(batch).to(promised.x.dtype) - promised
 
 
-@dataclass(frozen=True)
 class TopOfBatch(Selector):
     """The share of the trajectories with the largest ``by``, at least one; those without tokens do not count."""
 
@@ -343,7 +335,6 @@ def digirl(
     )
 
 
-@dataclass(frozen=True)
 class UtteranceCriticError(Penalty):
     """Σ over both critics of (Q − r − γ V̄(s′))² + (V − Q̄(s, a))², bars: target networks.
 
@@ -363,7 +354,6 @@ class UtteranceCriticError(Penalty):
         return of_q + where(view.batch.replayed, 0.0, of_v)
 
 
-@dataclass(frozen=True)
 class BestActionOfState(Mask):
     """Of the turns that a group took in one state, the one with the largest A = max(Q, Q′) − max(V, V′), if A > ``least``.
     Critics of the moment before the step."""
@@ -448,7 +438,6 @@ def _first_difference(columns: tuple[list[int], list[int], list[int]], a: int, b
     return None
 
 
-@dataclass(frozen=True)
 class ForkingTurnPairs(PairSelector):
     """The pairs of ``pairs`` whose trajectories fork: at the first turn with another state or action, the state is the same
     and known, and both turns have tokens."""
@@ -478,7 +467,6 @@ class ForkingTurnPairs(PairSelector):
         return Field(batch.tree, TURN, chosen)
 
 
-@dataclass(frozen=True)
 class ForkingTurnScore(TrajectoryScore):
     """s = Σ over the forking turn of log π − log π_ref; 0 for a trajectory without one."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import CappedWeight, Clip, Gate, clipped
@@ -24,7 +22,6 @@ from turnwise.tasks.samplers import Unsolved
 KIND = Kind.CREDIT
 
 
-@dataclass(frozen=True)
 class EarlyToolBonus(Term):
     """A + clip(δ (p − mean p) / mean L, ±k A) for successful trajectories that call a tool and have A > 0; A elsewhere.
 
@@ -82,7 +79,6 @@ def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
     return where(final, 0.0, z)
 
 
-@dataclass(frozen=True)
 class InformationClip(Gate):
     """Clip to [1 − low·c, 1 + high·c], c = 1 + β(2σ(z) − 1): turns that inform about the answer get a wider window.
 
@@ -104,7 +100,6 @@ class InformationClip(Gate):
         return clipped(rho, adv, 1 - self.low * c, 1 + self.high * c)
 
 
-@dataclass(frozen=True)
 class InformationGain(Term):
     """Dₖ = 1/√(n−k) Σ_{j≥k} γ^{j−k} zⱼ: the discounted information that turns from k on give about the gold answer.
 

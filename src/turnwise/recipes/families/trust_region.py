@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.advantage import DivideByBatchStd, Standardise
@@ -67,7 +66,6 @@ def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
     return torch.where(torch.isinf(low), 0.0, low)
 
 
-@dataclass(frozen=True)
 class PrefixMinimum(Ratio):
     """ρₜ = sg[min_{i<t} ρᵢ] ρₜ, 1 for the first: the smallest ratio stands for the prefix, so it cannot explode."""
 
@@ -90,7 +88,6 @@ def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
     return Recipe(advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class WideningClip(Gate):
     """Clip in log space to [−low·tᵖ, high·tᵖ], dual at dual·tᵖ: the window widens with token index t like a random walk."""
 
@@ -105,7 +102,6 @@ class WideningClip(Gate):
         return clipped(rho, adv, low, high, dual)
 
 
-@dataclass(frozen=True)
 class PrefixProduct(Ratio):
     """ρₜ = sg[Π_{i<t} ρᵢ] ρₜ: the exact weight of a token given its prefix, with the token's own gradient."""
 
@@ -129,7 +125,6 @@ def ctpo(low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: floa
     return Recipe(advantage=Standardise(), ratio=PrefixProduct(), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class TotalVariation(Mask):
     """A > 0 needs p − p_μ ≤ high, else p − p_μ ≥ −low: a distance of probabilities, which does not penalise rare tokens more."""
 
@@ -155,7 +150,6 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class BinaryKL(Mask):
     """KL of (p_μ, 1 − p_μ) from (p, 1 − p) at most ``limit``, or the update moves back toward p_μ."""
 
@@ -180,7 +174,6 @@ def dppo_kl(limit: float = 0.05, cap: float = 20.0) -> Recipe:
     return Recipe(advantage=Standardise(), gate=CappedWeight(cap).where(BinaryKL(limit)), aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class BalancedClip(Gate):
     """A clip [low, high] widened at every step until tokens with A > 0 carry at least ``share`` of the objective.
 
@@ -265,7 +258,6 @@ def topr(baseline: float = 0.0) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class SigmoidGate(Gate):
     """w = (4/τ) σ(τ(ρ − 1)), τ by the sign of A: a soft clip whose gradient decays with the distance from 1."""
 
@@ -301,7 +293,6 @@ def _clip(x: Field, eps: float) -> Field:
     return x.clamp(-eps, eps)
 
 
-@dataclass(frozen=True)
 class Fibration(Ratio):
     """Gₜ = W Fₜ: trajectory drift and token residual, each within its own trust region.
 
@@ -377,7 +368,6 @@ def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -
     return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps, domains=True), gate=NoGate())
 
 
-@dataclass(frozen=True)
 class RatioVariance(Penalty):
     """(ρ − 1)²: the ratio has mean 1, so this is its variance; half of it approximates the KL to the behaviour policy."""
 
@@ -385,7 +375,6 @@ class RatioVariance(Penalty):
         return (moved(view).exp() - 1) ** 2
 
 
-@dataclass(frozen=True)
 class DualVariable(Weight):
     """λ ← max(0, λ + rate (mean (ρ − 1)² − target)) after each step: the multiplier of a bound on the ratio's variance."""
 
@@ -435,7 +424,6 @@ def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
-@dataclass(frozen=True)
 class ScaleByEffectiveSamples(Gradient):
     """lr ← lr √min(1, (ESS/B) / base), ESS = (Σw)² / Σw² of the trajectories' product ratios π/μ: a small effective sample
     size gives a small step."""
@@ -455,7 +443,6 @@ class ScaleByEffectiveSamples(Gradient):
         return Scales(rate=float(view[self].item))
 
 
-@dataclass(frozen=True)
 class MinimumVarianceBaseline(Term):
     """A = R − b*, b* = Σ ω R / Σ ω over the group, with ω = ‖∇ log π‖² (times w² for off-policy data).
 
@@ -502,7 +489,6 @@ def vcpo(cap: float = 8.0, base: float = 1.0) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class ScaleBySignalToNoise(Gradient):
     """lr ← lr |g|² / (|g|² + Var), Var from the gradients of ``shares`` equal parts of the groups."""
 
@@ -543,7 +529,6 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
     )
 
 
-@dataclass(frozen=True)
 class ProximalClip(Gate):
     """Clip to c ± eps, c = sg[π_prox/μ]: off-policy data get a window centred on the policy at the batch's start."""
 
@@ -555,7 +540,6 @@ class ProximalClip(Gate):
         return clipped(rho, adv, centre - self.eps, centre + self.eps)
 
 
-@dataclass(frozen=True)
 class StepSchedule(Schedule):
     """scale · max(1 − drop ⌈(t − from)₊ / every⌉, floor), or ``scale`` minus that with ``complement``:
     two of them shift the weight from one reference policy to another in steps."""
@@ -598,7 +582,6 @@ def remix(
     )
 
 
-@dataclass(frozen=True)
 class AccuracyWeight(Weight):
     """scale · (1 + tanh(mean reward of the step)) / 2: the more often the policy succeeds, the closer it is held."""
 
@@ -624,7 +607,6 @@ def fg_expo(beta: float = 0.02, clip: float = 0.2, pool: int = 1024, keep: float
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(penalty,), sampler=sampler)
 
 
-@dataclass(frozen=True)
 class SmallPredictedChange(Mask):
     """Tokens whose next update, to second order in the output layer, changes objective and policy only a little.
 
@@ -660,7 +642,6 @@ def capo(objective: float = 5.0, policy: float = 5.0, clip: float = 0.2) -> Reci
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), keep=SmallPredictedChange(objective, policy))
 
 
-@dataclass(frozen=True)
 class LastTurnFirst(Control):
     """One step for each turn index, from the last to the first; the credit of earlier turns is multiplied by how far the
     later ones moved: Mₖ₋₁ = Mₖ · π_new(turn k)/μ(turn k), by the geometric mean over the turn's tokens.

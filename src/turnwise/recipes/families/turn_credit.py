@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
@@ -37,7 +37,6 @@ KIND = Kind.CREDIT
 RowUnit = Literal["turn", "trajectory"]
 
 
-@dataclass(frozen=True)
 class BiLevelGAE(Term):
     """Bi-level GAE: first over turns at their last tokens with ``turn_gamma``, then inside each turn with ``gamma``,
     where the last token's reward is the turn's return A + v. Turns without tokens are skipped. At TOKEN."""
@@ -88,7 +87,6 @@ def bilevel_gae(
 UNITS = {"turn": TURN, "trajectory": TRAJECTORY}
 
 
-@dataclass(frozen=True)
 class SameTask(Peers):
     """All of a task: each trajectory once (``unit="trajectory"``), or once per turn, so that long episodes weigh more.
     ``mark``: turns with and without the mark are separate peers (not with ``unit="trajectory"``)."""
@@ -112,7 +110,6 @@ def turns_with_same_keys(batch: Batch, *keys: Field) -> Partition:
     return Partition.by(batch.tree, TURN, batch.group, *keys, unique)
 
 
-@dataclass(frozen=True)
 class SameRecentStates(Peers):
     """Turns of one task with the same last ``states`` states, the present one included: sₖ₋ₙ₊₁ … sₖ.
 
@@ -155,7 +152,6 @@ def gigpo(
 SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide
 
 
-@dataclass(frozen=True)
 class HierarchyOfGroups(Term):
     """A = Σₙ wₙ Aₙ / (Σₙ wₙ + ε), wₙ = (n + 1)^α: ``value`` against peers with the same last n states, n = 1 … history
     + 1; a longer shared history weighs more.
@@ -222,7 +218,6 @@ def hgpo(
     )
 
 
-@dataclass(frozen=True)
 class SameTransition(Peers):
     """Turns of one task with the same transition (state, action, next state) and the same ``window`` states before it.
 
@@ -239,7 +234,6 @@ class SameTransition(Peers):
         return turns_with_same_keys(batch, batch.state, batch.action, after, *past)
 
 
-@dataclass(frozen=True)
 class PeerTrajectoryMean(Term):
     """Aₖ = mean of ``term`` over the trajectories with a turn among the ``peers`` of turn k, each counted once.
 
@@ -255,7 +249,6 @@ class PeerTrajectoryMean(Term):
         return (weight * a).sum(peers) / weight.sum(peers)
 
 
-@dataclass(frozen=True)
 class FallbackWithoutPeers(Term):
     """``term``; ``fallback`` for an item without other peers."""
 
@@ -287,7 +280,6 @@ def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 
     )
 
 
-@dataclass(frozen=True)
 class AnswerProbabilityGain(Term):
     """rₖ = pₖ₊₁ − pₖ, the increase of the gold answer's probability p (geometric mean of its tokens) by turn k; the
     last turn earns ``weight`` · R instead. At TURN."""
@@ -347,7 +339,6 @@ def feedback_was_masked(batch: Batch) -> Field:
     return Field(tree, TURN, changed)
 
 
-@dataclass(frozen=True)
 class FeedbackInformationGain(Term):
     """Iₖ = mean over the tokens of turn k + 1 of log μ(y) − log π(y | feedback to turn k masked): how much the
     environment's feedback to turn k changed the next turn. Credited to turn k. At TOKEN.
@@ -369,7 +360,6 @@ class FeedbackInformationGain(Term):
         return gain.at(TOKEN) / batch.tree.size(TOKEN, TURN) if self.shared else gain.at(TOKEN)
 
 
-@dataclass(frozen=True)
 class StandardiseNonZero(Term):
     """(v − mean)/(std + ε) over the values of a group that are not 0; zeros stay 0."""
 
@@ -384,7 +374,6 @@ class StandardiseNonZero(Term):
         return where(present, (v - v.mean(peers)) / (v.std(peers) + self.eps), 0.0)
 
 
-@dataclass(frozen=True)
 class LimitStd(Term):
     """c · term, c = min(1, max(std of ``reference``, 1)/std of ``term``) over all tokens of the batch."""
 
@@ -398,7 +387,6 @@ class LimitStd(Term):
         return c.clamp(high=1.0) * a
 
 
-@dataclass(frozen=True)
 class LowSpreadGate(Term):
     """g · term, g = σ(−std of R in the group / temperature): ½ where returns are equal, near 0 where they differ."""
 
@@ -410,7 +398,6 @@ class LowSpreadGate(Term):
         return (-1.0 / self.temperature * spread).map(torch.sigmoid) * self.term(batch)
 
 
-@dataclass(frozen=True)
 class ExponentialDecay(Term):
     """exp(−rate · t) · term, t batches so far."""
 
@@ -447,7 +434,6 @@ def infopo(
     )
 
 
-@dataclass(frozen=True)
 class SameAgent(Peers):
     """Turns of one agent in one game: a game is the task (``group``), or all tasks of a kind (``domain``)."""
 
@@ -458,7 +444,6 @@ class SameAgent(Peers):
         return Partition.by(batch.tree, TURN, game, batch.agent)
 
 
-@dataclass(frozen=True)
 class AgentReturnToGo(Term):
     """Gₖ = Σ rⱼ over this turn and the later turns of the same agent. At TURN."""
 
@@ -489,7 +474,6 @@ def mars(
 ABSENT = ("out", "outcome", "nothing")
 
 
-@dataclass(frozen=True)
 class LeaveOneOutAtTurn(Term):
     """Aₖ = vₖ − mean of vₖ over the *other* trajectories of the task at the same turn index; without others the
     baseline is 0.
@@ -520,7 +504,6 @@ class LeaveOneOutAtTurn(Term):
         return is_valid * (v - where(n > 0, others / n.clamp(low=1.0), 0.0))
 
 
-@dataclass(frozen=True)
 class MarkedTurns(Mask):
     """Tokens of turns with ``mark`` > 0.5."""
 
@@ -554,7 +537,6 @@ def trloo(
     )
 
 
-@dataclass(frozen=True)
 class OnMarkedTurns(Term):
     """``term`` on the turns with ``mark`` > 0.5, 0 on the others."""
 
@@ -565,7 +547,6 @@ class OnMarkedTurns(Term):
         return where(self.mark(batch) > 0.5, self.term(batch), 0.0)
 
 
-@dataclass(frozen=True)
 class MeanOfTurnMeans(Aggregate):
     """Mean over the tokens of each turn, then over the turns of each trajectory, then over the trajectories."""
 
@@ -605,7 +586,6 @@ def random_order(batch: Batch, level: Level) -> Tensor:
     return by_seed[torch.argsort(batch.uniform_draws(level).x[by_seed], stable=True)]
 
 
-@dataclass(frozen=True)
 class RandomGroups(Peers):
     """Random groups of ``size`` turns from the batch, a task or a trajectory. −1: one group of all."""
 
@@ -652,7 +632,6 @@ def srgpo(
     )
 
 
-@dataclass(frozen=True)
 class ReturnUntilMismatch(Term):
     """Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁, e = ``match`` of the turn: later rewards count only up to the first mismatch. At TURN."""
 
@@ -665,7 +644,6 @@ class ReturnUntilMismatch(Term):
         return batch.reward.sum(TURN).map(lambda r: returns.backward_recurrence(r, carry.x))
 
 
-@dataclass(frozen=True)
 class GroupStdAbove(Mask):
     """Groups whose returns have a std above ``threshold``."""
 

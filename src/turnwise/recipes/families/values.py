@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
@@ -33,7 +32,6 @@ def following(value: Field, batch: Batch) -> Field:
     return value.map(lambda x: torch.where(is_last(batch, TOKEN), 0.0, torch.roll(x, -1)))
 
 
-@dataclass(frozen=True)
 class ConservativeQError(Penalty):
     """(Q − r − γ Q̄(s′, a*))², Q(s, a) = α (log π(a) − max log π) + V(s), a* the token that the reference would take at s′;
     the bar: before the batch. The policy of Q at temperature α is π itself.
@@ -89,7 +87,6 @@ def b_coder(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class ActionValueError(Penalty):
     """(Q − G)², Gₜ = rₜ + γ ((1 − λ) Q̄ₜ₊₁ + λ Gₜ₊₁) over the sampled tokens of a trajectory; Q̄: the value before the batch."""
 
