@@ -21,9 +21,9 @@ from typing import Any
 from turnwise.config.settings import Settings
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.inspector.doctor import diagnose
+from turnwise.store.atomic import write_sealed
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
-from turnwise.store.sealed import write_sealed
 from turnwise.training.collector import StalenessPolicy
 
 STEPS = 24

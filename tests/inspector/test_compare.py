@@ -20,8 +20,8 @@ from turnwise.inspector.compare.comparison import compare_outcomes, compare_runs
 from turnwise.inspector.compare.live import compare_live, grid_variants, method_variants
 from turnwise.inspector.compare.outcomes import RunOutcome, read_outcome
 from turnwise.inspector.compare.statistics import BETTER, CANNOT_TELL, WORSE, paired_difference, spent
+from turnwise.store.atomic import write_sealed
 from turnwise.store.rundir import RunDir
-from turnwise.store.sealed import write_sealed
 
 PATH = Path(__file__).parents[2] / "experiments" / "compare_error_rate.py"
 spec = importlib.util.spec_from_file_location("compare_error_rate", PATH)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import StoreError
+from turnwise.store.atomic import check_digest, read_sealed, write_sealed
 from turnwise.store.ledger import SqliteLedger
-from turnwise.store.sealed import check_digest, read_sealed, write_sealed
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

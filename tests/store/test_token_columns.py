@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.core.records import Task
-from turnwise.store.ledger import SqliteLedger
+from turnwise.store.ledger import SqliteLedger, WriteBehindLedger
 from turnwise.store.token_columns import TokenColumns, decode_columns, encode_columns, kept_steps, read_columns
-from turnwise.store.write_behind import WriteBehindLedger
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.errors import RecordError
-from turnwise.store.ledger import SqliteLedger
-from turnwise.store.write_behind import WriteBehindLedger
+from turnwise.store.ledger import SqliteLedger, WriteBehindLedger
 
 
 def group(n: int) -> Group:

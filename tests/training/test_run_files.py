@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from turnwise.errors import SettingError, StoreError
+from turnwise.store.atomic import write_sealed
 from turnwise.store.rundir import RunDir
-from turnwise.store.sealed import write_sealed
 from turnwise.training.resume import check_files, require_file
 
 

@@ -55,17 +55,20 @@ def with_directions(dataset: Dataset, names: Sequence[str], seed: int) -> Datase
             continue
         rng = random.Random(f"{seed}/{json.dumps(example.prompt, sort_keys=True)}")  # equal prompts, equal directions
         for copy in range(DIRECTIONS):
-            rows.append(replace(row, examples=(_conditioned(rated, _direction(names, rng)),), task=None, copy=copy))
+            # A direction rounded to whole hundredths, as the prompt states it
+            angle, others = rng.uniform(0, MAX_ANGLE), [rng.gauss(0, 1) for _ in names[1:]]
+            length = math.hypot(*others) or 1.0
+            exact = [math.cos(angle), *(math.sin(angle) * x / length for x in others)]
+            rows.append(
+                replace(
+                    row,
+                    examples=(_conditioned(rated, {name: round(x, 2) for name, x in zip(names, exact)}),),
+                    task=None,
+                    copy=copy,
+                )
+            )
     errors.raise_if_any(len(dataset))
     return replace(dataset, rows=tuple(rows))
-
-
-def _direction(names: Sequence[str], rng: random.Random) -> dict[str, float]:
-    """A direction rounded to whole hundredths, as the prompt states it."""
-    angle, others = rng.uniform(0, MAX_ANGLE), [rng.gauss(0, 1) for _ in names[1:]]
-    length = math.hypot(*others) or 1.0
-    exact = [math.cos(angle), *(math.sin(angle) * x / length for x in others)]
-    return {name: round(x, 2) for name, x in zip(names, exact)}
 
 
 def _conditioned(example: Example, direction: Mapping[str, float]) -> Example:

@@ -142,11 +142,7 @@ def _message(value: Any, name: str) -> Message:
     if role not in ROLES:
         raise InvalidRow(f"{name} has the role {_shown(role)}; write one of {', '.join(ROLES)}")
     optional = {k: v for k, v in value.items() if k in ("name", "tool_call_id") and isinstance(v, str)}
-    return {"role": role, "content": _content(value, name), **optional}
-
-
-def _content(value: Mapping[str, Any], name: str) -> str:
-    """The text of a message, with ``tool_calls`` appended in the syntax that the renderer translates into the model's own."""
+    # the text of a message, with `tool_calls` appended in the syntax that the renderer translates into the model's own
     content, calls = value.get("content"), value.get("tool_calls") or []
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(p["text"] for p in content)
@@ -158,13 +154,17 @@ def _content(value: Mapping[str, Any], name: str) -> str:
         raise InvalidRow(f"a {value['role']} message of {name} calls tools; only the assistant can")
     if not isinstance(calls, list):
         raise InvalidRow(f"tool_calls of {name} is {_shown(calls)}; write a list")
-    return _thinking(value) + content + HERMES.write([_call(call, name) for call in calls])
-
-
-def _thinking(value: Mapping[str, Any]) -> str:
-    """The assistant's reasoning, as text in front of what it says; the renderer writes it as the model does."""
+    # the assistant's reasoning, as text in front of what it says; the renderer writes it as the model does
     reasoning = next((value[key] for key in REASONING if isinstance(value.get(key), str)), "")
-    return f"<think>\n{reasoning}\n</think>\n\n" if reasoning and value["role"] == "assistant" else ""
+    return {
+        "role": role,
+        "content": (
+            (f"<think>\n{reasoning}\n</think>\n\n" if reasoning and value["role"] == "assistant" else "")
+            + content
+            + HERMES.write([_call(call, name) for call in calls])
+        ),
+        **optional,
+    }
 
 
 def _call(value: Any, name: str) -> ToolCall:

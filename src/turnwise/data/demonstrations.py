@@ -130,23 +130,20 @@ class Demonstrations:
                 *(demonstrator.demonstrate(task, step) for task in batch), return_exceptions=True
             )
             for task, outcome in zip(batch, outcomes):
-                self._record(task, outcome)
-
-    def _record(self, task: Task, outcome: Trajectory | BaseException | None) -> None:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-            raise outcome  # an interrupt must end the run
-        if isinstance(outcome, Exception):
-            self.counts[f"missing: {type(outcome).__name__}: {outcome}"] += 1
-        elif (
-            outcome is None
-            or outcome.status == Status.FAILED
-            or not outcome.sampled
-            or outcome.reason.startswith(CONTEXT_EXCEEDED)
-        ):
-            self.counts[f"missing: {outcome.reason if outcome else 'no row of this task'}"] += 1
-        else:
-            self.prepared[task.key] = outcome
-            self.counts[outcome.reason if outcome.reason == AS_WRITTEN else "played"] += 1
+                if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+                    raise outcome  # an interrupt must end the run
+                if isinstance(outcome, Exception):
+                    self.counts[f"missing: {type(outcome).__name__}: {outcome}"] += 1
+                elif (
+                    outcome is None
+                    or outcome.status == Status.FAILED
+                    or not outcome.sampled
+                    or outcome.reason.startswith(CONTEXT_EXCEEDED)
+                ):
+                    self.counts[f"missing: {outcome.reason if outcome else 'no row of this task'}"] += 1
+                else:
+                    self.prepared[task.key] = outcome
+                    self.counts[outcome.reason if outcome.reason == AS_WRITTEN else "played"] += 1
 
     def for_task(self, task: Task) -> Trajectory | None:
         return self.prepared.get(task.key)

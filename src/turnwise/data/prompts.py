@@ -79,26 +79,24 @@ def read_prompts(path: str | Path) -> PromptFile:
     errors, rows, sources = LineErrors(Path(path)), [], Counter[str]()
     for line, columns in table:
         try:
-            rows.append(_row(line, columns, sources))
+            values = {name: value for name, value in columns.items() if value is not None}
+            column = next((name for name in PROMPT_COLUMNS if values.get(name)), "")
+            if not column:
+                names = ", ".join(map(str, list(columns)[:8])) or "none"
+                raise InvalidRow(f"columns {names}; write prompt (or one of {', '.join(PROMPT_COLUMNS[1:])})")
+            prompt, spoken = _prompt(values[column], column)
+            source, reference = _reference(values, column, spoken)
+            sources[f"prompt: {column}"] += 1
+            if source:
+                sources[f"answer: {source}"] += 1
+            named = {} if reference is None else {"answer": reference, "ground_truth": reference}
+            rows.append(
+                PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")))
+            )
         except InvalidRow as fault:
             errors.add(line, str(fault))
     errors.raise_if_any(len(table))
     return PromptFile(str(path), tuple(rows), dict(sources))
-
-
-def _row(line: int, columns: Mapping[str, Any], sources: Counter[str]) -> PromptRow:
-    values = {name: value for name, value in columns.items() if value is not None}
-    column = next((name for name in PROMPT_COLUMNS if values.get(name)), "")
-    if not column:
-        names = ", ".join(map(str, list(columns)[:8])) or "none"
-        raise InvalidRow(f"columns {names}; write prompt (or one of {', '.join(PROMPT_COLUMNS[1:])})")
-    prompt, spoken = _prompt(values[column], column)
-    source, reference = _reference(values, column, spoken)
-    sources[f"prompt: {column}"] += 1
-    if source:
-        sources[f"answer: {source}"] += 1
-    named = {} if reference is None else {"answer": reference, "ground_truth": reference}
-    return PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")))
 
 
 def _prompt(value: Any, column: str) -> tuple[str | tuple[Message, ...], str | None]:

@@ -110,11 +110,6 @@ def example_reward(example: Example) -> float:
     return float(example.facts.get("chosen", 1.0))
 
 
-def task_of(dataset: Dataset, row: DatasetRow) -> Task:
-    """The row's own task, or one that names file and line."""
-    return row.task or Task(dataset.path.stem, row.line, "data")
-
-
 def build_groups(dataset: Dataset, tokenizer: DialogueTokenizer, together: bool = True) -> list[Group]:
     """Pairs as groups of two, the chosen one first. Other rows of one task, or of one prompt, form one group if ``together``
     is set, otherwise each row is a group."""
@@ -122,10 +117,17 @@ def build_groups(dataset: Dataset, tokenizer: DialogueTokenizer, together: bool 
     members = dict[str, list[Trajectory]]()
     for row in dataset.rows:
         key = f"{dataset.path.stem}:{row.line}" + (f"+{row.copy}" if row.copy else "")
-        group_key = _group_key(row) if together and not row.is_pair else key
+        group_key = (
+            (row.task.key if row.task else json.dumps(row.examples[0].prompt, sort_keys=True))
+            if together and not row.is_pair
+            else key
+        )
         for i, example in enumerate(row.examples):
             try:
-                trajectory = tokenizer.trajectory(example, f"{key}.{i}", task_of(dataset, row))
+                # the row's own task, or one that names file and line
+                trajectory = tokenizer.trajectory(
+                    example, f"{key}.{i}", (row.task or Task(dataset.path.stem, row.line, "data"))
+                )
             except ExampleTooLong as fault:
                 too_long[row.line] = max(fault.ids, too_long.get(row.line, 0))
             except InvalidRow as fault:
@@ -139,10 +141,6 @@ def build_groups(dataset: Dataset, tokenizer: DialogueTokenizer, together: bool 
         )
     errors.raise_if_any(len(dataset))
     return [_group(trajectories) for trajectories in members.values()]
-
-
-def _group_key(row: DatasetRow) -> str:
-    return row.task.key if row.task else json.dumps(row.examples[0].prompt, sort_keys=True)
 
 
 def _group(members: list[Trajectory]) -> Group:

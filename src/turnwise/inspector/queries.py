@@ -31,10 +31,10 @@ from turnwise.inspector.queries_rows import (
 )
 from turnwise.observe.trackers import MESSAGES, read_rows
 from turnwise.store import token_columns as columns
+from turnwise.store.atomic import DIGEST
 from turnwise.store.database import GroupCounts, LedgerReader
 from turnwise.store.resume import INTERRUPTED, ROLLED_BACK
 from turnwise.store.rundir import RunDir
-from turnwise.store.sealed import DIGEST
 from turnwise.store.token_columns import TokenColumns
 from turnwise.store.trajectory_codec import decode, decode_task, encode_task
 

@@ -147,7 +147,9 @@ def check_regex(pattern: str, full: bool = False) -> None:
 def json_schema(completion: str, schema: Any = None, *, file: str = "") -> float | None:
     """1 if the answer is JSON, alone or in its last fenced block, that the schema accepts: that of ``file``, or of the column
     ``schema``."""
-    validator = _validator(Path(file).read_text(encoding="utf-8") if file else _as_text(schema))
+    validator = _validator(
+        Path(file).read_text(encoding="utf-8") if file else (schema if isinstance(schema, str) else json.dumps(schema))
+    )
     if validator is None:
         return None
     text = THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
@@ -163,10 +165,6 @@ def check_json_schema(file: str = "") -> None:
     _import_jsonschema()
     if file and not Path(file).is_file():
         raise SettingError(f"reward 'json_schema': there is no file {file}")
-
-
-def _as_text(schema: Any) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
 
 
 @lru_cache(maxsize=256)

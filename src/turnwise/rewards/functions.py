@@ -54,24 +54,23 @@ class ProcessReward:
         try:
             return self._call(group)
         except CallFailed as fault:
-            return self._without_culprits(group, fault)
-
-    def _without_culprits(self, group: AnswerGroup, fault: CallFailed) -> list[RewardOutcome]:
-        """Find the answers that fail alone, and score the others together: a function may compare them."""
-        count = len(group.answers)
-        if count == 1:
-            return [RewardOutcome(fault=str(fault))]
-        alone = [self._call_one(group.only(i)) for i in range(count)]
-        good = [i for i, outcome in enumerate(alone) if not outcome.fault]
-        if len(good) == count:
-            return [RewardOutcome(fault=f"{fault} (for {count} answers together; each alone can be scored)")] * count
-        outcomes = dict(enumerate(alone))
-        if good:
-            try:
-                outcomes |= dict(zip(good, self._call(group.only(*good))))
-            except CallFailed as again:
-                outcomes |= {i: RewardOutcome(fault=str(again)) for i in good}
-        return [outcomes[i] for i in range(count)]
+            # find the answers that fail alone, and score the others together: a function may compare them
+            count = len(group.answers)
+            if count == 1:
+                return [RewardOutcome(fault=str(fault))]
+            alone = [self._call_one(group.only(i)) for i in range(count)]
+            good = [i for i, outcome in enumerate(alone) if not outcome.fault]
+            if len(good) == count:
+                return [
+                    RewardOutcome(fault=f"{fault} (for {count} answers together; each alone can be scored)")
+                ] * count
+            outcomes = dict(enumerate(alone))
+            if good:
+                try:
+                    outcomes |= dict(zip(good, self._call(group.only(*good))))
+                except CallFailed as again:
+                    outcomes |= {i: RewardOutcome(fault=str(again)) for i in good}
+            return [outcomes[i] for i in range(count)]
 
     def _call_one(self, group: AnswerGroup) -> RewardOutcome:
         try:

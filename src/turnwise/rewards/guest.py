@@ -36,7 +36,15 @@ def load(request: dict[str, Any]) -> Any:
 
 def answer(function: Any, options: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """One request: the outcomes of a group, or the value of a plain call."""
-    _limit_cpu(request["seconds"])
+    seconds = request["seconds"]
+    try:
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime + seconds + CPU_GRACE)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    except (ImportError, ValueError, OSError):
+        pass
     try:
         if "group" in request:
             call = RewardCall(function, options, request["columns"], Signature.of(function))
@@ -49,28 +57,6 @@ def answer(function: Any, options: dict[str, Any], request: dict[str, Any]) -> d
         return {"fault": str(fault)}
     except Exception as fault:
         return {"fault": f"{type(fault).__name__}: {fault}"[:400]}
-
-
-def _limit_memory(limit: int) -> None:
-    """Limit the memory this process may write to. Address space would also count what libraries only reserve."""
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    except (ImportError, ValueError, OSError):
-        pass  # no such limit on this system; the time limit remains
-
-
-def _limit_cpu(seconds: float) -> None:
-    try:
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime + seconds + CPU_GRACE)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    except (ImportError, ValueError, OSError):
-        pass
 
 
 class Guest:
@@ -91,7 +77,15 @@ class Guest:
         return json.dumps(reply).encode()
 
     def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
-        _limit_memory(request["memory_bytes"])
+        # limit the memory this process may write to. Address space would also count what libraries only reserve
+        limit = request["memory_bytes"]
+        try:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        except (ImportError, ValueError, OSError):
+            pass
         try:
             self.function, self.options = load(request), request["options"]
             signature = Signature.of(self.function)

@@ -175,7 +175,13 @@ def completion_body(
         choice = {"index": n, "message": reply.message, "finish_reason": reply.finish_reason}
         tokens: dict[str, Any] = {"token_ids": list(reply.tokens)} if token_ids else {}
         if logprobs:
-            tokens["logprobs"] = {"content": [_scored(t, p) for t, p in zip(reply.pieces, reply.logp)], "refusal": None}
+            tokens["logprobs"] = {
+                "content": [
+                    {"token": t, "logprob": p, "bytes": list(t.encode("utf-8", "replace")), "top_logprobs": []}
+                    for t, p in zip(reply.pieces, reply.logp)
+                ],
+                "refusal": None,
+            }
         choices.append({**choice, **tokens})
     sampled, prompt = sum(len(reply.tokens) for reply in replies), replies[0].prompt_tokens
     usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
@@ -188,10 +194,6 @@ def completion_body(
         "usage": usage,
         **({"prompt_token_ids": list(replies[0].prompt_ids)} if token_ids else {}),
     }
-
-
-def _scored(token: str, logp: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logp, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
 
 
 class Completions:

@@ -153,7 +153,11 @@ class AgentEpisode:
             raise CallRefused("invalid_messages", str(fault)) from fault
 
     async def _answer(self, request: CallRequest) -> CallReply:
-        self._admit()
+        if self.ended:
+            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
+        if len(self.turns) >= self.limits.turns:
+            self.truncated = f"turn limit of {self.limits.turns} (--max-turns)"
+            raise CallRefused("turn_limit", f"the episode has taken its {self.limits.turns} turns")
         placement = self._place(request)
         prompt = len(placement.dialogue.ids)
         room = self.limits.context - prompt
@@ -166,13 +170,6 @@ class AgentEpisode:
         if completion.stop == Stop.CANCELLED:
             raise CallRefused("cancelled", "the episode was cancelled")
         return self._record(placement, completion, request)
-
-    def _admit(self) -> None:
-        if self.ended:
-            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
-        if len(self.turns) >= self.limits.turns:
-            self.truncated = f"turn limit of {self.limits.turns} (--max-turns)"
-            raise CallRefused("turn_limit", f"the episode has taken its {self.limits.turns} turns")
 
     def _record(self, placement: Placement, completion: Completion, request: CallRequest) -> CallReply:
         context, restart = placement.context, placement.restart

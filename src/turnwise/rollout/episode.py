@@ -127,7 +127,10 @@ class Episode:
             self.session.close()
             if self.others is not None:
                 self.others.session.close()
-            await self._close()
+            close = getattr(self.environment, "close", None)
+            if close is not None:
+                with contextlib.suppress(Exception):  # a close that fails or hangs must not fail the episode
+                    await self._call(close)
         return Trajectory(
             id=self.key,
             task=self.task,
@@ -372,9 +375,3 @@ class Episode:
             if self.turns[index].agent == agent:
                 self.turns[index] = replace(self.turns[index], reward=self.turns[index].reward + reward)
                 return
-
-    async def _close(self) -> None:
-        close = getattr(self.environment, "close", None)
-        if close is not None:
-            with contextlib.suppress(Exception):  # a close that fails or hangs must not fail the episode
-                await self._call(close)

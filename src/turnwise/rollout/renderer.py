@@ -112,7 +112,22 @@ class Renderer:
         self.syntax = (
             choose_syntax([turn for _, turn in self.call_turns], source) if syntax == AUTO else SYNTAXES[syntax]
         )
-        self.stop_ids, self.call_end = self._find_stop_ids()
+        # the token the template writes after an assistant turn, the one after a turn with a call, and the tokenizer's
+        # own end of sequence; and again the one after a turn with a call
+        marker = PROBE.arguments["word"]
+        text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}], (), False)
+        if marker not in text:
+            raise RenderError("the chat template does not render assistant messages; dialogues could not be followed")
+        ends = self._specials_behind(marker, text)[:1]
+        markup = {*self.encode(self.syntax.example)} - {*self.encode(self.syntax.turn_end)}
+        call_ends = [i for _, turn in self.call_turns for i in self._specials_behind(marker, turn) if i not in markup][
+            -1:
+        ]
+        eos = self.tokenizer.eos_token_id
+        stops = tuple(dict.fromkeys([*ends, *call_ends, *([] if eos is None else [int(eos)])]))
+        if not stops:
+            raise RenderError("neither the chat template nor the tokenizer has a token that ends a turn")
+        self.stop_ids, self.call_end = stops, (call_ends or stops)[0]
         self.writer, self.conversion = self._find_conversion(describe_tools)
         self._convert = None if self.conversion.changes_nothing else self.conversion
         probe = self._text([{"role": "user", "content": "a 1\nb"}], (), True)
@@ -146,7 +161,8 @@ class Renderer:
 
     def append_sampled(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action:
         """Append the sampled tokens exactly, and parse them as an action."""
-        in_thought = opens_thought(dialogue.text)
+        # whether a prompt ends with the tag that opens the model's thinking
+        in_thought = dialogue.text[-LONGEST_TAG:].rstrip().endswith(tuple(THINKING_TAGS))
         dialogue.ids += tokens
         text = self.decode(tokens)
         dialogue.text += text
@@ -173,7 +189,11 @@ class Renderer:
             dialogue.new_ids = self.encode(full[len(dialogue.text) :])
             dialogue.ids += dialogue.new_ids
         else:
-            dialogue.cause = _first_difference(dialogue.text, full)
+            text = dialogue.text
+            at = _common_length(text, full)
+            dialogue.cause = (
+                f"the chat template writes {full[at : at + 40]!r} where the dialogue has {text[at : at + 40]!r}"
+            )
             dialogue.ids = self.encode(full)
             dialogue.new_ids, dialogue.restarted = list(dialogue.ids), True
         dialogue.text = full
@@ -286,24 +306,6 @@ class Renderer:
                 turns.append((form, text[_common_length(before, text) :]))
         return turns
 
-    def _find_stop_ids(self) -> tuple[tuple[int, ...], int]:
-        """The token the template writes after an assistant turn, the one after a turn with a call, and the tokenizer's own end
-        of sequence; and again the one after a turn with a call."""
-        marker = PROBE.arguments["word"]
-        text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}], (), False)
-        if marker not in text:
-            raise RenderError("the chat template does not render assistant messages; dialogues could not be followed")
-        ends = self._specials_behind(marker, text)[:1]
-        markup = {*self.encode(self.syntax.example)} - {*self.encode(self.syntax.turn_end)}
-        call_ends = [i for _, turn in self.call_turns for i in self._specials_behind(marker, turn) if i not in markup][
-            -1:
-        ]
-        eos = self.tokenizer.eos_token_id
-        stops = tuple(dict.fromkeys([*ends, *call_ends, *([] if eos is None else [int(eos)])]))
-        if not stops:
-            raise RenderError("neither the chat template nor the tokenizer has a token that ends a turn")
-        return stops, (call_ends or stops)[0]
-
     def _specials_behind(self, marker: str, text: str) -> list[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {*self.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
@@ -329,15 +331,5 @@ class Renderer:
         return ways[0]
 
 
-def opens_thought(prompt: str) -> bool:
-    """Whether a prompt ends with the tag that opens the model's thinking."""
-    return prompt[-LONGEST_TAG:].rstrip().endswith(tuple(THINKING_TAGS))
-
-
 def _common_length(a: str, b: str) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-def _first_difference(text: str, rendered: str) -> str:
-    at = _common_length(text, rendered)
-    return f"the chat template writes {rendered[at : at + 40]!r} where the dialogue has {text[at : at + 40]!r}"

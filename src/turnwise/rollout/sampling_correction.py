@@ -104,21 +104,18 @@ class PrefixShifts:
     def observe(self, trajectories: Iterable[Trajectory]) -> None:
         """Count what was drawn, and correct from the target policy on."""
         for trajectory in trajectories:
-            self._count(trajectory)
+            ids: list[int] = []
+            for turn in trajectory.turns:
+                ids = [*([] if turn.restart else ids), *turn.context]
+                masses = turn.mass or (0.0,) * len(turn.tokens)
+                for token, logp, mass in zip(turn.tokens, turn.logp, masses):
+                    state, shift = self.draws.setdefault(tuple(ids), StateDraws()), self(ids)
+                    state.count[token] = state.count.get(token, 0) + 1
+                    if token not in state.chance:  # log π_θ = log π_φ − shift + log Z, Z = Σ π_θ exp(shift)
+                        added = math.fsum(state.chance[a] * math.expm1(x) for a, x in shift.items())
+                        state.chance[token] = min(1.0, math.exp(logp + mass - shift.get(token, 0.0)) * (1.0 + added))
+                    ids.append(token)
         self.table = dict(zip(self.draws, self.correction.shifts(list(self.draws.values()))))
-
-    def _count(self, trajectory: Trajectory) -> None:
-        ids: list[int] = []
-        for turn in trajectory.turns:
-            ids = [*([] if turn.restart else ids), *turn.context]
-            masses = turn.mass or (0.0,) * len(turn.tokens)
-            for token, logp, mass in zip(turn.tokens, turn.logp, masses):
-                state, shift = self.draws.setdefault(tuple(ids), StateDraws()), self(ids)
-                state.count[token] = state.count.get(token, 0) + 1
-                if token not in state.chance:  # log π_θ = log π_φ − shift + log Z, Z = Σ π_θ exp(shift)
-                    added = math.fsum(state.chance[a] * math.expm1(x) for a, x in shift.items())
-                    state.chance[token] = min(1.0, math.exp(logp + mass - shift.get(token, 0.0)) * (1.0 + added))
-                ids.append(token)
 
 
 __all__ = ["PrefixShifts", "SamplingCorrection", "StateDraws"]

@@ -293,15 +293,11 @@ class JudgeScorer:
                 return StoredVerdicts(question.read(reply.text))
             except VerdictError as unreadable:
                 fault = unreadable
-            messages = [*messages, _said(reply.text), complaint(fault)]
+            messages = [*messages, {"role": "assistant", "content": reply.text or "(empty)"}, complaint(fault)]
         return StoredVerdicts({}, f"the judge gave no verdict in {ATTEMPTS} attempts: {fault}")
 
     def _count(self, name: str, amount: float = 1.0) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + amount
-
-
-def _said(text: str) -> Message:
-    return {"role": "assistant", "content": text or "(empty)"}
 
 
 # ----------------------------------------------------------------------------
@@ -309,7 +305,7 @@ def _said(text: str) -> Message:
 
 
 FIRST_ERROR = "error"  # the number of the first wrong step, −1 for none
-REPLY_TOKENS = 8
+FIRST_ERROR_TOKENS = 8  # of the reply "error: 2"
 
 
 @dataclass
@@ -340,7 +336,7 @@ class FirstErrorScorer:
         if text not in self.known:
             began, seed = time.perf_counter(), stable_seed("first error", text)
             try:
-                reply = await self.judge.reply(messages, Sampling(temperature=0.0, max_tokens=REPLY_TOKENS), seed)
+                reply = await self.judge.reply(messages, Sampling(temperature=0.0, max_tokens=FIRST_ERROR_TOKENS), seed)
                 said = read_answer(reply.text)
             except ContextOverflow:  # longer than what the reward model reads
                 said = None

@@ -40,13 +40,14 @@ class TurnWriter:
         parsed = HERMES.parse(text)
         if parsed.faults or not (parsed.calls or parsed.thinking or self.open_tag):
             return text
-        by_template = self._by_template(parsed, tools) if self._text_comes_first(text, parsed) else None
-        return by_template if by_template is not None else self._by_syntax(text, parsed, tools)
-
-    def _text_comes_first(self, text: str, parsed: ParsedTurn) -> bool:
-        """Whether no text stands between or behind the calls, where a message with fields has no place for it."""
+        # whether no text stands between or behind the calls, where a message with fields has no place for it
         block = HERMES.next_block(text, 0, ()) if parsed.calls else None
-        return block is None or HERMES.parse(text[: block.start]).text.strip() == parsed.text.strip()
+        by_template = (
+            self._by_template(parsed, tools)
+            if (block is None or HERMES.parse(text[: block.start]).text.strip() == parsed.text.strip())
+            else None
+        )
+        return by_template if by_template is not None else self._by_syntax(text, parsed, tools)
 
     @cached_property
     def open_tag(self) -> str:

@@ -1,6 +1,7 @@
 """Atomic writes: a file or directory appears complete under its final name, or not at all.
 
-Writes go to a temporary path beside the target, which is fsynced and then renamed.
+Writes go to a temporary path beside the target, which is fsynced and then renamed. JSON files that a run resumes from are also
+sealed: they hold a digest of their content, and one that was cut, edited or lacks its digest is refused.
 Does not know what is written, nor who reads it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +24,8 @@ from turnwise.errors import StoreError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 TARGET_EXISTS = (errno.EEXIST, errno.ENOTEMPTY)
+DIGEST = "sha256"
+ADVICE = "restore the file from a copy, or start a new run"
 
 
 @contextlib.contextmanager
@@ -32,20 +36,28 @@ def atomic_write(target: Path, replace: bool = True) -> Iterator[Path]:
     and the temporary path is removed. A kill leaves at most a dot-file, which the next write to the same target (or
     :func:`remove_temporaries`) removes.
     """
+    backup, temporary = target.parent / f".{target.name}.old", target.parent / f".{target.name}.{os.getpid()}.tmp"
     with explain_write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if replace:
-            _finish_interrupted_replace(target)
+            # a kill between the two renames below leaves the backup alone: it is the last complete version
+            if backup.exists() and not target.exists():
+                os.rename(backup, target)
+            remove(backup)
             remove_temporaries(target.parent, target.name)
-    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
         with explain_write_errors(target):
             yield temporary
             _fsync_tree(temporary)
-            if replace:
-                _replace(temporary, target)
+            if replace and target.is_dir():  # no system call replaces a directory: rename the old one first
+                os.rename(target, backup)
+                os.rename(temporary, target)
+                remove(backup)
+            elif replace:
+                os.replace(temporary, target)
             else:
-                _rename_to_new(temporary, target)
+                os.rename(temporary, target)  # fails when the target is a non-empty directory
+            # the new name survives a power failure only once its directory is on the disk
             fsync(target.parent)
     finally:
         remove(temporary)
@@ -56,11 +68,19 @@ def explain_write_errors(target: Path) -> Iterator[None]:
     """Re-raise errors of the file system and of safetensors as :class:`StoreError`, with what the user can do."""
     try:
         yield
-    except OSError as error:
-        raise _store_error(target, error, error.errno in DISK_FULL) from error
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
+        number, text = getattr(error, "errno", None), str(error)
         # safetensors writes from Rust: it reports a full disk as text, not as an OSError
-        raise _store_error(target, error, "No space left" in str(error) or "StorageFull" in str(error)) from error
+        if number in DISK_FULL or "No space left" in text or "StorageFull" in text:
+            message = (
+                f"no space left on the disk while writing {target}; the previous version is unchanged. "
+                "Free some space (or keep fewer checkpoints) and resume the run"
+            )
+        elif number in TARGET_EXISTS and target.exists():
+            message = f"{target} already exists and will not be overwritten; choose another name"
+        else:
+            message = f"could not write {target}: {error}"
+        raise StoreError(message) from error
 
 
 def write_json(target: Path, value: Mapping[str, Any]) -> None:
@@ -92,15 +112,6 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _store_error(target: Path, error: Exception, disk_full: bool) -> StoreError:
-    if disk_full:
-        return StoreError(
-            f"no space left on the disk while writing {target}; the previous version is unchanged. "
-            "Free some space (or keep fewer checkpoints) and resume the run"
-        )
-    return StoreError(f"could not write {target}: {error}")
-
-
 def _fsync_tree(path: Path) -> None:
     if path.is_dir():
         for child in path.iterdir():
@@ -108,32 +119,35 @@ def _fsync_tree(path: Path) -> None:
     fsync(path)
 
 
-def _backup(target: Path) -> Path:
-    return target.parent / f".{target.name}.old"
+def write_sealed(target: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically, with its digest."""
+    # the digest is that of the text as it will be read: JSON has no tuples, and no half characters
+    plain = json.loads(clean(json.dumps(value, ensure_ascii=False, default=str)))
+    write_json(target, {**plain, DIGEST: _digest(plain)})
 
 
-def _replace(temporary: Path, target: Path) -> None:
-    """Replace a file in one system call. A directory cannot be replaced so: rename the old one to a backup first."""
-    if not target.is_dir():
-        os.replace(temporary, target)
-        return
-    os.rename(target, _backup(target))
-    os.rename(temporary, target)
-    remove(_backup(target))
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content without its digest; raises :class:`StoreError` when it is cut off or was changed."""
+    value = read_object(path)
+    if value.pop(DIGEST, None) != _digest(value):
+        raise StoreError(f"{path} was changed after it was written; {ADVICE}")
+    return value
 
 
-def _rename_to_new(temporary: Path, target: Path) -> None:
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file without a digest; raises :class:`StoreError` when it is cut off."""
     try:
-        os.rename(temporary, target)  # fails when the target is a non-empty directory
-    except OSError as error:
-        if error.errno in TARGET_EXISTS:
-            raise StoreError(f"{target} already exists and will not be overwritten; choose another name") from error
-        raise
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} is cut off or no JSON ({error}); {ADVICE}") from error
 
 
-def _finish_interrupted_replace(target: Path) -> None:
-    """Restore the backup after a kill between the two renames of :func:`_replace`."""
-    backup = _backup(target)
-    if backup.exists() and not target.exists():
-        os.rename(backup, target)
-    remove(backup)
+def check_digest(path: Path, recorded: str | None, actual: str | None) -> None:
+    """Compare a digest that a checkpoint holds with that of the file now. None: there is nothing to compare. A ledger that lost
+    its last seal in a power failure has none; it is rolled back further instead."""
+    if recorded is not None and actual is not None and recorded != actual:
+        raise StoreError(f"{path} is not the file that belongs to the last checkpoint; {ADVICE}")
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -20,21 +20,25 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from turnwise.errors import StoreError
 from turnwise.store.atomic import atomic_write, remove, remove_temporaries
 from turnwise.store.rundir import CHECKPOINT_NAME
 from turnwise.store.shard_files import ShardSource, advice, read_index, read_whole_file, write_index
-from turnwise.store.state_tree import TENSOR, pack, unpack
 
 FORMAT, SHARDED = 1, 2  # all tensors in one file; one file for each process
 TENSORS = "tensors.safetensors"
 MANIFEST = "manifest.json"
+TENSOR, ARRAY, TUPLE, ITEMS = "$tensor", "$array", "$tuple", "$items"  # tags of what JSON has no form for
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,9 @@ def save_checkpoint(
     source = tensors if isinstance(tensors, ShardSource) else None
     skeleton, flat = pack({"state": state} if source else {"tensors": tensors, "state": state})
     remove_temporaries(directory)
-    target = _unused_path(directory, step)
+    attempts = [attempt for at, attempt in map(_step_and_attempt, checkpoints(directory)) if at == step]
+    # the same step again gets a new name, so that the older one stays valid until this one is complete
+    target = directory / (f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else ""))
     with atomic_write(target) as path:
         path.mkdir()
         shards = source.write_files(path) if source else ()
@@ -78,12 +84,12 @@ def save_checkpoint(
         if model_export is not None:
             (path / "model").mkdir()
             model_export(path / "model")
-        digests = _digests(path, {shard.name: list(shard.digest) for shard in shards})
-        manifest = {"format": SHARDED if source else FORMAT, "step": step, "files": digests}
-        (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        measured = {shard.name: list(shard.digest) for shard in shards}
+        _write_manifest(path, {"format": SHARDED if source else FORMAT, "step": step}, measured)
     discard_after(directory, step)
-    for replaced in [path for path in checkpoints(directory) if _step_and_attempt(path)[0] == replaces != step]:
-        remove(replaced)
+    for path in checkpoints(directory):
+        if _step_and_attempt(path)[0] == replaces != step:
+            remove(path)
     keep_newest(directory, keep)
     return target
 
@@ -94,13 +100,7 @@ def save_model(target: str | Path, write: Callable[[Path], object]) -> None:
     with atomic_write(Path(target)) as path:
         path.mkdir()
         write(path)
-        manifest = {"format": FORMAT, "files": _digests(path)}
-        (path / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def verify_model(path: str | Path) -> None:
-    """Check a folder of ``save_model`` against its manifest; raise :class:`StoreError` on any difference."""
-    _verified_manifest(Path(path))
+        _write_manifest(path, {"format": FORMAT})
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
@@ -128,7 +128,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Load one checkpoint or, given the directory of all of them, the newest valid one. Tensors are on the CPU."""
     path = Path(path)
     if CHECKPOINT_NAME.fullmatch(path.name):
-        return _read(path, _verified_manifest(path, advice(path)))
+        return _read(path, verify_model(path, advice(path)))
     newest = load_latest(path)
     if newest is None:
         raise StoreError(f"there is no usable checkpoint in {path}")
@@ -173,7 +173,7 @@ def discard_after(directory: str | Path, step: int) -> list[Path]:
 def verify(path: Path) -> int:
     """Check every file against the manifest and return the step; raise :class:`StoreError` on any difference."""
     try:
-        return int(_verified_manifest(path, advice(path))["step"])
+        return int(verify_model(path, advice(path))["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} has no readable manifest ({error})") from error
 
@@ -191,31 +191,28 @@ def _manifest(path: Path, end: str = "") -> dict[str, Any]:
     return manifest
 
 
-def _verified_manifest(path: Path, what_to_do: str = "") -> dict[str, Any]:
-    end = f"; {what_to_do}" if what_to_do else ""
+def verify_model(path: str | Path, what_to_do: str = "") -> dict[str, Any]:
+    """The manifest of a folder that ``save_model`` or ``save_checkpoint`` wrote; raises :class:`StoreError` where a file differs
+    from it."""
+    path, end = Path(path), f"; {what_to_do}" if what_to_do else ""
     manifest = _manifest(path, end)
-    names = list(manifest["files"])
     with ThreadPoolExecutor(max_workers=4) as threads:  # hashing releases the interpreter's lock
-        found = list(threads.map(lambda name: _digest_or_error(path / name), names))
-    for name, (actual, error) in zip(names, found):
-        if error is not None:
+        digests = {name: threads.submit(_digest, path / name) for name in manifest["files"]}
+    for name, future in digests.items():
+        try:
+            actual = future.result()
+        except OSError as error:
             raise StoreError(f"{path} has no file {name} ({error}){end}") from error
         if actual != manifest["files"][name]:
             raise StoreError(f"{path} is damaged: {name} does not match its checksum{end}")
     return manifest
 
 
-def _digests(path: Path, known: Mapping[str, list[Any]] | None = None) -> dict[str, list[Any]]:
-    """Size and checksum of every file under ``path``. ``known``: of those that were measured while they were written."""
+def _write_manifest(path: Path, more: Mapping[str, Any], measured: Mapping[str, list[Any]] | None = None) -> None:
+    """Size and checksum of every file under ``path``. ``measured``: of those that were hashed while they were written."""
     names = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
-    return {name: (known or {}).get(name) or _digest(file) for name, file in names.items()}
-
-
-def _digest_or_error(file: Path) -> tuple[list[Any], OSError | None]:
-    try:
-        return _digest(file), None
-    except OSError as error:
-        return [], error
+    files = {name: (measured or {}).get(name) or _digest(file) for name, file in names.items()}
+    (path / MANIFEST).write_text(json.dumps({**more, "files": files}, indent=1), encoding="utf-8")
 
 
 def _digest(file: Path) -> list[Any]:
@@ -230,17 +227,83 @@ def _step_and_attempt(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _unused_path(directory: Path, step: int) -> Path:
-    attempts = [_step_and_attempt(path)[1] for path in checkpoints(directory) if _step_and_attempt(path)[0] == step]
-    suffix = f".{max(attempts) + 1}" if attempts else ""
-    return directory / f"step-{step:08d}{suffix}"
-
-
 def keep_newest(directory: Path, keep: int) -> None:
     """Remove all checkpoints but those of the newest ``keep`` steps."""
-    kept_steps: set[int] = set()
-    for path in checkpoints(directory):
+    newest: set[int] = set()
+    for path in checkpoints(directory):  # newest first; of one step, the latest attempt first
         step = _step_and_attempt(path)[0]
-        if step in kept_steps or len(kept_steps) >= keep:
+        if step in newest or len(newest) >= keep:
             remove(path)
-        kept_steps.add(step)
+        newest.add(step)
+
+
+# ---------------------------------------- trees of tensors and plain values
+
+
+def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """``(skeleton, tensors)``; a tensor at ``tree["a"][0]`` is stored under ``"a.0"``."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+
+    def store(value: Tensor, path: str) -> str:
+        tensor = value.detach().cpu().contiguous()
+        pointer = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory (tied weights)
+        tensors[name := _unused_name(path, tensors)] = tensor.clone() if pointer in storages else tensor
+        storages.add(pointer)
+        return name
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return {TENSOR: store(value, path)}
+        if isinstance(value, np.ndarray):
+            return {ARRAY: store(torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape), path)}
+        if isinstance(value, Mapping):
+            items = {key: walk(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
+            is_json = all(isinstance(key, str) and not key.startswith("$") for key in items)
+            return items if is_json else {ITEMS: [[walk(key, path), item] for key, item in items.items()]}
+        if isinstance(value, list | tuple):
+            members = [walk(item, f"{path}.{index}" if path else str(index)) for index, item in enumerate(value)]
+            return members if isinstance(value, list) else {TUPLE: members}
+        return _plain(value, path)
+
+    return walk(tree, ""), tensors
+
+
+def unpack(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of :func:`pack`."""
+    if isinstance(skeleton, list):
+        return [unpack(item, tensors) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    tag = next(iter(skeleton), "")
+    if tag == TENSOR:
+        return tensors[skeleton[tag]]
+    if tag == ARRAY:
+        return tensors[skeleton[tag]].numpy()
+    if tag == TUPLE:
+        return tuple(unpack(item, tensors) for item in skeleton[tag])
+    if tag == ITEMS:
+        return {unpack(key, tensors): unpack(item, tensors) for key, item in skeleton[tag]}
+    return {key: unpack(item, tensors) for key, item in skeleton.items()}
+
+
+def _plain(value: Any, path: str) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value, path)
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise StoreError(
+        f"a checkpoint cannot hold a {type(value).__name__} (at {path!r}); "
+        "use tensors, arrays, numbers, text, lists, tuples and dicts"
+    )
+
+
+def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
+    """``{"a.b": x}`` and ``{"a": {"b": y}}`` map to the same path: append an apostrophe."""
+    name = path or "value"
+    while name in taken:
+        name += "'"
+    return name

@@ -60,31 +60,25 @@ CREATE INDEX trajectory_id ON trajectories (id);
 CREATE TABLE seals (clock INTEGER PRIMARY KEY, step INTEGER NOT NULL, void INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO facts VALUES ('issued', 0), ('clock', 0);
-"""
-
-CREATE_SCRIPT = (
-    f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
-)
-
-MIXED_TABLE = """
-CREATE TABLE IF NOT EXISTS mixed (          -- replayed or demonstrated trajectories that a step also trains on
+CREATE TABLE mixed (                        -- replayed or demonstrated trajectories that a step also trains on
     clock      INTEGER NOT NULL,
     step       INTEGER NOT NULL,
     trajectory TEXT    NOT NULL,
     origin     TEXT    NOT NULL,
     void       INTEGER NOT NULL DEFAULT 0   -- undone by a resume
-)
-"""
-
-TOKEN_COLUMNS_TABLE = """
-CREATE TABLE IF NOT EXISTS token_columns (  -- what an update computed for each token; older steps are pruned
+);
+CREATE TABLE token_columns (                -- what an update computed for each token; older steps are pruned
     step     INTEGER NOT NULL,              -- as in ``groups``: the number of steps completed before it
     position INTEGER NOT NULL,              -- of the update within the step
     head     TEXT    NOT NULL,
     data     BLOB    NOT NULL,
     PRIMARY KEY (step, position)
-)
+);
 """
+
+CREATE_SCRIPT = (
+    f"BEGIN IMMEDIATE; {TABLES} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,13 @@ class LedgerReader:
         self.path = path
         self._mutex = threading.RLock()
         if not path.exists():
-            _create(path)
+            # atomically: SQLite creates the file before it writes tables, and a kill in between would leave an empty file
+            with (
+                atomic_write(path) as temporary,
+                contextlib.closing(sqlite3.connect(temporary)) as db,
+                explain_sqlite_errors(path),
+            ):
+                db.executescript(CREATE_SCRIPT)
         uri = f"{path.resolve().as_uri()}?mode={'ro' if readonly else 'rwc'}"
         with explain_sqlite_errors(path):
             self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
@@ -197,9 +197,8 @@ class LedgerReader:
 
     def pending(self) -> tuple[Group, ...]:
         """Finished but untrained groups, oldest first."""
-        return tuple(
-            map(self._load_group, self.fetch_all("SELECT * FROM groups WHERE state = 'finished' ORDER BY row"))
-        )
+        rows = self.fetch_all("SELECT * FROM groups WHERE state = 'finished' ORDER BY row")
+        return tuple(map(self._load_group, rows))
 
     def in_flight(self) -> tuple[IssuedGroup, ...]:
         return tuple(map(issued_group, self.fetch_all("SELECT * FROM groups WHERE state = 'in_flight' ORDER BY row")))
@@ -238,8 +237,6 @@ class LedgerReader:
 
     def mixed(self) -> tuple[tuple[int, str, str], ...]:
         """Mixed-in trajectories in order: step, trajectory id, origin."""
-        if not self.fetch_all("SELECT 1 FROM sqlite_master WHERE name = 'mixed'"):
-            return ()
         rows = self.fetch_all("SELECT step, trajectory, origin FROM mixed WHERE void = 0 ORDER BY clock, rowid")
         return tuple((row["step"], row["trajectory"], row["origin"]) for row in rows)
 
@@ -281,32 +278,19 @@ def explain_sqlite_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.DatabaseError, OSError) as error:
-        message = str(error)
+        message, text = str(error), f"the ledger {path} failed: {error}"
         if "disk is full" in message or "No space left" in message:
-            raise StoreError(f"no space left on the disk for {path}; free some space and resume the run") from error
-        if "malformed" in message or "not a database" in message:
-            raise StoreError(f"{path} is damaged or is not a ledger: {error}") from error
-        raise StoreError(f"the ledger {path} failed: {error}") from error
-
-
-def _create(path: Path) -> None:
-    """Create it atomically: SQLite creates the file before it writes tables, and a kill in between would leave an empty file."""
-    with (
-        atomic_write(path) as temporary,
-        contextlib.closing(sqlite3.connect(temporary)) as db,
-        explain_sqlite_errors(path),
-    ):
-        db.executescript(CREATE_SCRIPT)
+            text = f"no space left on the disk for {path}; free some space and resume the run"
+        elif "malformed" in message or "not a database" in message:
+            text = f"{path} is damaged or is not a ledger: {error}"
+        raise StoreError(text) from error
 
 
 def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     is_empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
     if is_empty and db.execute("PRAGMA application_id").fetchone()[0] == 0:
-        db.executescript(CREATE_SCRIPT)  # an older version was killed before it wrote the tables
-    if db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID:
-        db.execute(MIXED_TABLE)  # ledgers of older versions lack these tables
-        db.execute(TOKEN_COLUMNS_TABLE)
+        db.executescript(CREATE_SCRIPT)  # an empty file becomes a ledger; a database of another program does not
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:

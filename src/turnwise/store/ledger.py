@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.text import clean
 from turnwise.errors import RecordError, StoreError
-from turnwise.store.database import LedgerReader, issued_group
+from turnwise.store.database import GroupCounts, LedgerReader, issued_group
 from turnwise.store.lock import ProcessLock
 from turnwise.store.resume import ResumePlan, digest, record_seal, roll_back
-from turnwise.store.token_columns import TokenColumns, write_columns
+from turnwise.store.token_columns import TokenColumns, encode_columns
 from turnwise.store.trajectory_codec import decode_task, encode, encode_task
 
 
@@ -108,9 +111,9 @@ class SqliteLedger(LedgerReader):
         """Store what the updates of step ``step`` computed for each token, and delete that of all but the last ``steps`` steps.
 
         ``make`` copies the numbers from the device: it is called when they are written."""
-        tokens = make()
+        rows = [(t.step, t.position, *encode_columns(t)) for t in make()]
         with self._write() as db:
-            write_columns(db, tokens)
+            db.executemany("INSERT OR REPLACE INTO token_columns VALUES (?, ?, ?, ?)", rows)
             db.execute("DELETE FROM token_columns WHERE step <= ?", (step - steps,))
 
     def drop(self, group_id: str, reason: str, step: int) -> None:
@@ -138,7 +141,7 @@ class SqliteLedger(LedgerReader):
         return digest(self.fetch_all, step)
 
     def flush(self) -> None:
-        """Does nothing: this class writes immediately. :class:`turnwise.store.write_behind.WriteBehindLedger` defers writes."""
+        """Does nothing: this class writes immediately, :class:`WriteBehindLedger` defers writes."""
 
     def resume(self, step: int, keep_finished: bool = True) -> ResumePlan:
         """Continue from the checkpoint of ``step`` (0 when there is no checkpoint).
@@ -189,3 +192,80 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     success = None if trajectory.success is None else int(trajectory.success)
     labels = (clean(trajectory.id), str(trajectory.status), clean(trajectory.reason))
     return (*labels, float(trajectory.reward), success, len(trajectory.turns), trajectory.sampled, record, tokens)
+
+
+class WriteBehindLedger:
+    """A queue in front of ``ledger``, with the same transitions: it defers writes to a moment when the host would otherwise wait
+    for the device. Safe to call from several threads.
+
+    It queues transitions in order and writes them together on ``flush``, on ``seal`` and before every read. What a killed run had
+    not written belongs to steps after the last checkpoint, which a resumed run repeats anyway: a group that finished in them
+    counts as in flight. An error (a full disk, an illegal transition) is raised where the write happens, not where it is queued.
+    """
+
+    def __init__(self, ledger: SqliteLedger) -> None:
+        self._ledger = ledger
+        self._queue: deque[Callable[[], None]] = deque()
+        self._write_lock = threading.RLock()
+
+    def __enter__(self) -> WriteBehindLedger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the queue also when the run fails, for diagnosis; then a failing write must not hide the run's own error."""
+        with contextlib.suppress(StoreError, RecordError) if kind else contextlib.nullcontext():
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the queue in order. A write that fails stays queued, with everything after it."""
+        with self._write_lock:
+            while self._queue:
+                self._queue[0]()
+                self._queue.popleft()
+
+    @property
+    def queued(self) -> int:
+        """Writes that wait for the next flush."""
+        return len(self._queue)
+
+    # ------------------------------------------- transitions, queued
+
+    def issue(self, group_id: str, task: Task, step: int, version: int) -> None:
+        self._queue.append(partial(self._ledger.issue, group_id, task, step, version))
+
+    def finish(self, group: Group, step: int) -> None:
+        self._queue.append(partial(self._ledger.finish, group, step))
+
+    def train(self, group_ids: Iterable[str], step: int) -> None:
+        self._queue.append(partial(self._ledger.train, tuple(group_ids), step))
+
+    def record_mixed(self, trajectories: Iterable[Trajectory], step: int) -> None:
+        self._queue.append(partial(self._ledger.record_mixed, tuple(trajectories), step))
+
+    def keep_tokens(self, make: Callable[[], Sequence[TokenColumns]], step: int, steps: int) -> None:
+        self._queue.append(partial(self._ledger.keep_tokens, make, step, steps))
+
+    def drop(self, group_id: str, reason: str, step: int) -> None:
+        self._queue.append(partial(self._ledger.drop, group_id, reason, step))
+
+    # ------------------------------------- operations that flush first
+
+    def seal(self, step: int) -> None:
+        self.flush()
+        self._ledger.seal(step)
+
+    def digest(self, step: int) -> str | None:
+        self.flush()
+        return self._ledger.digest(step)
+
+    def resume(self, step: int, keep_finished: bool = True) -> ResumePlan:
+        self.flush()
+        return self._ledger.resume(step, keep_finished)
+
+    def trajectory(self, trajectory_id: str) -> Trajectory:
+        self.flush()
+        return self._ledger.trajectory(trajectory_id)
+
+    def group_counts(self) -> GroupCounts:
+        self.flush()
+        return self._ledger.group_counts()

@@ -78,7 +78,12 @@ def lock_holder(path: Path) -> tuple[int, bool]:
     except OSError:
         return 0, False
     process = int(text) if text.isdigit() else 0
-    return process, bool(process) and (_exists(process) if locked is None else locked)
+    if process and locked is None:  # the system does not tell: a living process of this number may hold it
+        try:
+            os.kill(process, 0)
+        except OSError as error:
+            return process, not isinstance(error, ProcessLookupError)
+    return process, bool(process) and locked is not False
 
 
 def _is_locked(descriptor: int) -> bool | None:
@@ -86,23 +91,13 @@ def _is_locked(descriptor: int) -> bool | None:
     if fcntl is None or sys.platform not in FLOCK:
         return None
     form, kind = FLOCK[sys.platform]
-    asked = [0] * len(form)
-    asked[kind] = fcntl.F_WRLCK
-    try:
-        reply = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(form, *asked))
+    request = [0] * len(form)
+    request[kind] = fcntl.F_WRLCK
+    try:  # F_GETLK asks who would be in the way, and takes nothing
+        reply = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(form, *request))
     except OSError:
         return None
     return struct.unpack(form, reply)[kind] != fcntl.F_UNLCK
-
-
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _in_use(path: Path, holder: int | str) -> StoreError:

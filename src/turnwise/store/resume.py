@@ -66,20 +66,6 @@ def record_seal(db: sqlite3.Connection, step: int, now: int) -> None:
     db.execute("INSERT INTO seals (clock, step) VALUES (?, ?)", (now, step))
 
 
-def _seal_clock(db: sqlite3.Connection, step: int) -> int | None:
-    """The clock of the checkpoint of ``step``; None when the ledger has no seal of it."""
-    seals = db.execute("SELECT clock, void FROM seals WHERE step = ? ORDER BY void, clock DESC", (step,)).fetchall()
-    if step == 0:
-        return 0
-    if not seals:
-        return None
-    if seals[0]["void"]:
-        raise StoreError(
-            f"the checkpoint of step {step} was abandoned when the run was resumed from an older one; remove it"
-        )
-    return int(seals[0]["clock"])
-
-
 def digest(fetch: Callable[[str, Any], list[sqlite3.Row]], step: int) -> str | None:
     """A digest of all that the ledger knew when the checkpoint of ``step`` was sealed: every transition of every group, and
     size and reward of every trajectory. None without a seal. Later transitions, a rollback and pruned tokens do not change it.
@@ -88,7 +74,7 @@ def digest(fetch: Callable[[str, Any], list[sqlite3.Row]], step: int) -> str | N
     seals = fetch("SELECT clock FROM seals WHERE step = ? AND void = 0", (step,))
     if not seals:
         return None
-    seal, known = int(seals[0]["clock"]), hashlib.sha256()
+    seal, content = int(seals[0]["clock"]), hashlib.sha256()
     past = ", ".join(
         f"CASE WHEN {name} <= :seal THEN {name} END" for name in ("finished_at", "trained_at", "dropped_at")
     )
@@ -99,15 +85,20 @@ def digest(fetch: Callable[[str, Any], list[sqlite3.Row]], step: int) -> str | N
     )
     for query in (groups, trajectories):
         for values in fetch(query, {"seal": seal}):
-            known.update(repr(tuple(values)).encode())
-    return known.hexdigest()
+            content.update(repr(tuple(values)).encode())
+    return content.hexdigest()
 
 
 def roll_back(
     db: sqlite3.Connection, step: int, now: int, keep_finished: bool
 ) -> tuple[list[sqlite3.Row], list[sqlite3.Row]]:
     """Apply the rules above inside the caller's transaction; return the rows to reissue and those rolled back."""
-    seal = _seal_clock(db, step)
+    row = db.execute("SELECT clock, void FROM seals WHERE step = ? ORDER BY void, clock DESC", (step,)).fetchone()
+    if step and row is not None and row["void"]:
+        raise StoreError(
+            f"the checkpoint of step {step} was abandoned when the run was resumed from an older one; remove it"
+        )
+    seal = 0 if step == 0 else None if row is None else int(row["clock"])
     if seal is None and db.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is None:
         raise StoreError(
             f"the ledger is empty, and the run has a checkpoint of step {step}: which groups were trained on is unknown; "

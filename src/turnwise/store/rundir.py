@@ -73,7 +73,19 @@ class RunDir:
             hint = nearest(path.name, names) if names else f"{path.parent} contains no runs"
             raise StoreError(f"there is no run at {path}: {hint}")
         run = cls(path)
-        _check_format(path, run.metadata().get("format", 1))
+        number = run.metadata().get("format", 1)
+        release = RELEASE_OF_FORMAT.get(number) if isinstance(number, int) else None
+        if release is not None:
+            writer, advice = f"Turnwise {release}", f"Resume or evaluate it with turnwise {release}"
+        elif isinstance(number, int) and number > FORMAT:
+            writer, advice = "a newer release of Turnwise", "Resume or evaluate it with that release"
+        else:
+            writer, advice = "an unknown release of Turnwise", "Resume or evaluate it with the release that wrote it"
+        if number != FORMAT:
+            raise StoreError(
+                f"{path} was written by {writer} (run format {number}); this release reads format {FORMAT}. "
+                f"{advice}, or start a new run."
+            )
         return run
 
     def metadata(self) -> dict[str, Any]:
@@ -115,22 +127,6 @@ def runs(root: str | Path) -> list[RunDir]:
     if not root.is_dir():
         return []
     return [RunDir(path) for path in sorted(root.iterdir()) if (path / "run.json").is_file()]
-
-
-def _check_format(path: Path, number: Any) -> None:
-    if number == FORMAT:
-        return
-    release = RELEASE_OF_FORMAT.get(number) if isinstance(number, int) else None
-    if release is not None:
-        writer, advice = f"Turnwise {release}", f"Resume or evaluate it with turnwise {release}"
-    elif isinstance(number, int) and number > FORMAT:
-        writer, advice = "a newer release of Turnwise", "Resume or evaluate it with that release"
-    else:
-        writer, advice = "an unknown release of Turnwise", "Resume or evaluate it with the release that wrote it"
-    raise StoreError(
-        f"{path} was written by {writer} (run format {number}); this release reads format {FORMAT}. "
-        f"{advice}, or start a new run."
-    )
 
 
 def installed_versions() -> dict[str, str]:

@@ -88,14 +88,17 @@ class ShardSource(Protocol):
 def write_shard(folder: Path, number: int, count: int, slices: Mapping[str, TensorSlice]) -> ShardFile:
     """Write the file of process ``number`` (from 0) of ``count``, and force it to the disk."""
     name = f"shard-{number + 1:05d}-of-{count:05d}.safetensors"
-    ordered = dict(
-        sorted(slices.items(), key=lambda item: -item[1].values.element_size())
-    )  # keeps every tensor aligned
-    header, position = {}, 0
+    # wide types first: the format packs tensors without gaps, and a reader maps them only where they are aligned
+    ordered = dict(sorted(slices.items(), key=lambda item: -item[1].values.element_size()))
+    header, tensors, position = {}, dict[str, StoredTensor](), 0
     for key, piece in ordered.items():
-        end = position + piece.values.numel() * piece.values.element_size()
-        shape = list(piece.values.shape)
-        header[key] = {"dtype": _dtype_name(key, piece.values), "shape": shape, "data_offsets": [position, end]}
+        values, shape = piece.values, tuple(piece.values.shape)
+        if values.dtype not in NAME_OF:
+            choices = ", ".join(DTYPES)
+            raise StoreError(f"a checkpoint cannot hold {key!r} of dtype {values.dtype}; use one of {choices}")
+        dtype, end = NAME_OF[values.dtype], position + values.numel() * values.element_size()
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        tensors[key] = StoredTensor(piece.whole, dtype, (StoredSlice(name, key, piece.start, shape),))
         position = end
     text = json.dumps(header).encode("ascii")
     text += b" " * (-len(text) % 8)
@@ -106,34 +109,23 @@ def write_shard(folder: Path, number: int, count: int, slices: Mapping[str, Tens
             digest.update(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return ShardFile(name, (size, digest.hexdigest()), {key: _stored(name, key, p) for key, p in slices.items()})
+    return ShardFile(name, (size, digest.hexdigest()), {key: tensors[key] for key in slices})
 
 
 def write_index(folder: Path, files: Sequence[ShardFile]) -> None:
     """Write the index of ``files``; raises if they do not hold all of every tensor."""
     index: dict[str, StoredTensor] = {}
     for file in files:
-        for name, own in file.tensors.items():
-            before = index.get(name, StoredTensor(own.shape, own.dtype, ()))
-            if (before.shape, before.dtype) != (own.shape, own.dtype):
+        for name, part in file.tensors.items():
+            before = index.get(name, StoredTensor(part.shape, part.dtype, ()))
+            if (before.shape, before.dtype) != (part.shape, part.dtype):
                 raise StoreError(
-                    f"the processes disagree about {name!r}: {before.dtype} {before.shape}, {own.dtype} {own.shape}"
+                    f"the processes disagree about {name!r}: {before.dtype} {before.shape}, {part.dtype} {part.shape}"
                 )
-            index[name] = StoredTensor(own.shape, own.dtype, (*before.slices, *own.slices))
+            index[name] = StoredTensor(part.shape, part.dtype, (*before.slices, *part.slices))
     _check_complete(folder, index)
     text = json.dumps({name: asdict(tensor) for name, tensor in index.items()})
     (folder / INDEX).write_text(text, encoding="ascii")
-
-
-def _stored(file: str, key: str, piece: TensorSlice) -> StoredTensor:
-    own = StoredSlice(file, key, piece.start, tuple(piece.values.shape))
-    return StoredTensor(piece.whole, _dtype_name(key, piece.values), (own,))
-
-
-def _dtype_name(key: str, tensor: Tensor) -> str:
-    if tensor.dtype not in NAME_OF:
-        raise StoreError(f"a checkpoint cannot hold {key!r} of dtype {tensor.dtype}; use one of {', '.join(DTYPES)}")
-    return NAME_OF[tensor.dtype]
 
 
 def _contents(header: bytes, slices: Iterable[TensorSlice]) -> Iterator[bytes | memoryview]:
@@ -195,24 +187,23 @@ class StoredTensors(Mapping[str, Tensor]):
     def _read(self, first: Position, end: Position, piece: StoredSlice) -> Tensor:
         """The values from ``first`` to ``end``, positions in the whole tensor, of the slice that holds them."""
         try:
-            file = self._open(piece.file)
+            if piece.file not in self._files:
+                self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+            file = self._files[piece.file]
             if tuple(b - a for a, b in zip(first, end)) == piece.shape:
                 return file.get_tensor(piece.key)
             return file.get_slice(piece.key)[_ranges(piece.start, first, end)]
         except (SafetensorError, OSError) as error:
             raise StoreError(f"{self.folder / piece.file} cannot be read: {error}; {advice(self.folder)}") from error
 
-    def _open(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(self.folder / name, framework="pt")
-        return self._files[name]
-
 
 def read_index(folder: Path) -> StoredTensors:
     """The tensors of a folder whose files ``write_shard`` and ``write_index`` wrote."""
     try:
-        rows = json.loads((folder / INDEX).read_text(encoding="ascii"))
-        index = {name: _from_json(row) for name, row in rows.items()}
+        index = {}
+        for name, row in json.loads((folder / INDEX).read_text(encoding="ascii")).items():
+            slices = (StoredSlice(s["file"], s["key"], tuple(s["start"]), tuple(s["shape"])) for s in row["slices"])
+            index[name] = StoredTensor(tuple(row["shape"]), row["dtype"], tuple(slices))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{folder / INDEX} cannot be read: {error}; {advice(folder)}") from error
     _check_complete(folder, index)
@@ -222,12 +213,11 @@ def read_index(folder: Path) -> StoredTensors:
 def read_whole_file(folder: Path, file: str, keys: Mapping[str, str]) -> StoredTensors:
     """The tensors of one safetensors file that a single process wrote. ``keys``: the key in the file of each name."""
     with safe_open(folder / file, framework="pt") as handle:
-        described = {name: (key, handle.get_slice(key)) for name, key in keys.items()}
         index = {}
-        for name, (key, values) in described.items():
+        for name, key in keys.items():
+            values = handle.get_slice(key)  # reads the header alone
             shape = tuple(values.get_shape())
-            own = StoredSlice(file, key, (0,) * len(shape), shape)
-            index[name] = StoredTensor(shape, values.get_dtype(), (own,))
+            index[name] = StoredTensor(shape, values.get_dtype(), (StoredSlice(file, key, (0,) * len(shape), shape),))
     return StoredTensors(folder, index)
 
 
@@ -245,8 +235,3 @@ def advice(folder: Path) -> str:
 
 def _ranges(origin: Position, first: Position, end: Position) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for o, a, b in zip(origin, first, end))
-
-
-def _from_json(row: Mapping[str, Any]) -> StoredTensor:
-    slices = (StoredSlice(s["file"], s["key"], tuple(s["start"]), tuple(s["shape"])) for s in row["slices"])
-    return StoredTensor(tuple(row["shape"]), row["dtype"], tuple(slices))

@@ -48,19 +48,13 @@ class SharedPool:
         with explain_sqlite_errors(self.path):
             folder.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=60.0)
-            self._create()
-
-    def _create(self) -> None:
-        with self._transaction() as db:
-            empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-            if empty:
+        with self._transaction() as db:  # two runs may create the pool at the same moment
+            if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
                 for statement in TABLES.split(";"):
                     db.execute(statement)
                 db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 db.execute(f"PRAGMA user_version = {FORMAT}")
-        kind, version = (
-            self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-        )
+            kind, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
         if kind != APPLICATION_ID:
             raise StoreError(f"{self.path} is not a shared pool; name a folder of its own")
         if version != FORMAT:
@@ -87,18 +81,16 @@ class SharedPool:
         """Add groups. Of a group that the sender has written before, the first version stays: others may have read it."""
         with self._transaction() as db:
             for group in groups:
-                self._write_group(db, sender, step, group)
+                added = db.execute(
+                    "INSERT OR IGNORE INTO groups (sender, step, id, tokenizer) VALUES (?, ?, ?, ?)",
+                    (sender, step, clean(group.id), self.tokenizer),
+                )
+                if added.rowcount:
+                    rows = [(added.lastrowid, i, *encode(t)) for i, t in enumerate(group.trajectories)]
+                    db.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?)", rows)
             expired = _last_row(db) - max(LEAST, BEHIND * self.capacity)
             db.execute("DELETE FROM trajectories WHERE owner <= ?", (expired,))
             db.execute("DELETE FROM groups WHERE row <= ?", (expired,))
-
-    def _write_group(self, db: sqlite3.Connection, sender: str, step: int, group: Group) -> None:
-        values = (sender, step, clean(group.id), self.tokenizer)
-        sql = "INSERT OR IGNORE INTO groups (sender, step, id, tokenizer) VALUES (?, ?, ?, ?)"
-        added = db.execute(sql, values)
-        if added.rowcount:
-            rows = [(added.lastrowid, i, *encode(t)) for i, t in enumerate(group.trajectories)]
-            db.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?)", rows)
 
     def read(self, reader: str, step: int) -> list[tuple[str, Group]]:
         """(sender, group) of the other senders with the same tokenizer, oldest first."""
@@ -107,18 +99,16 @@ class SharedPool:
             last = _last_row(db) if seen is None else int(seen[0])
             if seen is None:
                 db.execute("INSERT INTO reads VALUES (?, ?, ?)", (reader, step, last))
-            found = db.execute(
+            groups = db.execute(
                 "SELECT row, sender, id FROM groups WHERE row > ? AND row <= ? AND sender != ? AND tokenizer = ? ORDER BY row",
                 (last - self.capacity, last, reader, self.tokenizer),
             ).fetchall()
-            return [(sender, self._read_group(db, row, key)) for row, sender, key in found]
-
-    def _read_group(self, db: sqlite3.Connection, row: int, key: str) -> Group:
-        rows = db.execute(
-            "SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY position", (row,)
-        ).fetchall()
-        members = tuple(decode(record, tokens) for record, tokens in rows)
-        return Group(key, members[0].task, members)
+            read = []
+            for row, sender, key in groups:
+                sql = "SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY position"
+                members = tuple(decode(record, tokens) for record, tokens in db.execute(sql, (row,)))
+                read.append((sender, Group(key, members[0].task, members)))
+            return read
 
     def counts(self) -> dict[str, int]:
         """Groups in the pool: all of them, and those of another tokenizer, which this reader cannot use."""
@@ -130,6 +120,3 @@ class SharedPool:
 
 def _last_row(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT coalesce(max(row), 0) FROM groups").fetchone()[0])
-
-
-__all__ = ["SharedPool"]

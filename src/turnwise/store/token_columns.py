@@ -10,9 +10,8 @@ Does not know what a column means, or how it is recomputed.
 from __future__ import annotations
 
 import json
-import sqlite3
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +53,8 @@ def encode_columns(tokens: TokenColumns) -> tuple[str, bytes]:
     parts: list[bytes] = []
     written: dict[str, bytes] = {}
     for name, values in tokens.columns.items():
-        array = _narrowest(name, values)
+        with np.errstate(over="ignore"):  # beyond the range of a narrow type: people read "inf"
+            array = np.ascontiguousarray(values, "|u1" if values.dtype == np.bool_ else NARROW.get(name, "<f4"))
         raw = array.tobytes()
         same = next((other for other, bytes_ in written.items() if bytes_ == raw), "")
         kinds.append([name, array.dtype.str, same])
@@ -89,35 +89,15 @@ def decode_columns(step: int, position: int, head: str, data: bytes) -> TokenCol
     )
 
 
-def _narrowest(name: str, values: np.ndarray) -> np.ndarray:
-    if values.dtype == np.bool_:
-        return values.astype("|u1")
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(values, NARROW.get(name, "<f4"))
-
-
-def write_columns(db: sqlite3.Connection, tokens: Sequence[TokenColumns]) -> None:
-    rows = [(t.step, t.position, *encode_columns(t)) for t in tokens]
-    db.executemany("INSERT OR REPLACE INTO token_columns VALUES (?, ?, ?, ?)", rows)
-
-
 def read_columns(database: LedgerReader, step: int) -> tuple[TokenColumns, ...]:
-    """The kept updates of one step, in order; none for a pruned step or a ledger of an older release."""
-    if not has_columns(database):
-        return ()
+    """The kept updates of one step, in order; none for a pruned step."""
     sql = "SELECT position, head, data FROM token_columns WHERE step = ? ORDER BY position"
     return tuple(decode_columns(step, *row) for row in database.fetch_all(sql, (step,)))
 
 
 def kept_steps(database: LedgerReader) -> tuple[int, ...]:
     """The steps whose columns are still stored, ascending."""
-    if not has_columns(database):
-        return ()
     return tuple(row[0] for row in database.fetch_all("SELECT DISTINCT step FROM token_columns ORDER BY step"))
 
 
-def has_columns(database: LedgerReader) -> bool:
-    return bool(database.fetch_all("SELECT 1 FROM sqlite_master WHERE name = 'token_columns'"))
-
-
-__all__ = ["TokenColumns", "decode_columns", "encode_columns", "kept_steps", "read_columns", "write_columns"]
+__all__ = ["TokenColumns", "decode_columns", "encode_columns", "kept_steps", "read_columns"]

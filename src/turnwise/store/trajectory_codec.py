@@ -29,23 +29,14 @@ ROUTES = "routes"  # stored only where the policy has routers; every row is as w
 STORED_AS = {"masked_context": "blind"}  # keys of the format that differ from the field of ``Turn``
 FIELD_OF = {key: name for name, key in STORED_AS.items()}
 KEPT_SIZES = "kept_sizes"
-INTEGER_TYPES = (
-    ("|u1", "B"),
-    ("<u2", "H"),
-    ("<i4", "i"),
-    ("<i8", "q"),
-)  # (NumPy dtype, struct format), narrowest first
+INTEGER_TYPES = {"|u1": "B", "<u2": "H", "<i4": "i", "<i8": "q"}  # NumPy dtype: struct format, narrowest first
 WINDOW_BITS = (10, 15)  # smallest and largest zlib window
 NOT_SCALAR = (*INTEGER_COLUMNS, *FLOAT_COLUMNS, KEPT, ROUTES, "facts")
 SCALAR_DEFAULTS = {f.name: f.default for f in fields(Turn) if f.name not in NOT_SCALAR}
 
 
 def encode_task(task: Task) -> str:
-    return _dumps(_task_fields(task))
-
-
-def _task_fields(task: Task) -> list[Any]:
-    return [task.environment, task.seed, task.split, task.difficulty]
+    return _JSON.encode([task.environment, task.seed, task.split, task.difficulty])
 
 
 def decode_task(text: str) -> Task:
@@ -69,11 +60,15 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
         kind, packed = _pack_integers(flat) if name in INTEGER_COLUMNS else _pack_floats(flat)
         columns[STORED_AS.get(name, name)] = [kind, [len(value) for value in values]]
         parts.append(packed)
-    fork = trajectory.fork
+    turns: list[dict[str, Any]] = []
+    for turn in trajectory.turns:  # only fields that differ from their default: records stay short
+        changed = {name: x for name, default in SCALAR_DEFAULTS.items() if (x := getattr(turn, name)) != default}
+        turns.append({**changed, "facts": dict(turn.facts)} if turn.facts else changed)
+    fork, task = trajectory.fork, trajectory.task
     record = {
         "id": trajectory.id,
-        "task": _task_fields(trajectory.task),
-        "turns": [_scalars(turn) for turn in trajectory.turns],
+        "task": [task.environment, task.seed, task.split, task.difficulty],
+        "turns": turns,
         "rewards": dict(trajectory.rewards),
         "status": trajectory.status,
         "reason": trajectory.reason,
@@ -87,8 +82,11 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
         "messages": list(trajectory.messages),
         "columns": columns,
     }
+    # Fit the window to the data: for 500 bytes, zlib spends half its time on clearing its default window of 32 KiB.
+    data, (smallest, largest) = b"".join(parts[:-1]), WINDOW_BITS
+    compressed = zlib.compress(data, 1, wbits=min(largest, max(smallest, len(data).bit_length())))
     # append log-probabilities, the last column, uncompressed: they do not compress, and trying takes half the time
-    return _dumps(record), _compress(b"".join(parts[:-1])) + parts[-1]
+    return _JSON.encode(record), compressed + parts[-1]
 
 
 def decode(record: str, blob: bytes | None) -> Trajectory:
@@ -110,9 +108,9 @@ def decode(record: str, blob: bytes | None) -> Trajectory:
         fork=None if encoded["fork"] is None else Fork(*encoded["fork"]),
         guidance=encoded["guidance"],
         success=encoded["success"],
-        end=encoded.get("end"),
-        facts=encoded.get("facts", {}),
-        answer=tuple(encoded.get("answer", ())),
+        end=encoded["end"],
+        facts=encoded["facts"],
+        answer=tuple(encoded["answer"]),
         messages=tuple(encoded["messages"]),
     )
 
@@ -123,36 +121,31 @@ def _arrays(columns: dict[str, Any], blob: bytes | None) -> list[dict[str, Any]]
     if blob is None:
         return [{"context": (), "tokens": ()} for _ in sizes]
     decompressor = zlib.decompressobj()
-    data, start = (
-        decompressor.decompress(blob) + decompressor.unused_data,
-        0,
-    )  # blobs of earlier versions have no uncompressed part
+    data, start = decompressor.decompress(blob) + decompressor.unused_data, 0
     out: list[dict[str, Any]] = [{} for _ in sizes]
     for name, (dtype, lengths, *width) in columns.items():
         array = np.frombuffer(data, np.dtype(dtype), sum(lengths) * (width[0] if width else 1), start)
         start += array.nbytes
-        values, at = _unpack_routes(array, width[0]) if width else array.tolist(), 0
+        # only routes have a width: ``Turn`` holds them as bytes, a row for each position
+        values = [row.tobytes() for row in array.astype("<i2").reshape(-1, width[0])] if width else array.tolist()
+        at = 0
         for turn, length in zip(out, lengths):
             turn[FIELD_OF.get(name, name)] = tuple(values[at : at + length])
             at += length
     for turn in out if KEPT in columns else ():
-        turn[KEPT] = _unpack_kept(turn[KEPT], turn.pop(KEPT_SIZES))
+        sizes = turn.pop(KEPT_SIZES)
+        ends, packed = np.cumsum(sizes, dtype=np.int64).tolist(), np.array(turn[KEPT], "<i4").tobytes()
+        turn[KEPT] = tuple(packed[4 * (end - size) : 4 * end] for end, size in zip(ends, sizes))
     return out
-
-
-def _scalars(turn: Turn) -> dict[str, Any]:
-    """Only fields that differ from their default: records stay short, and readable when a field is added."""
-    changed = {name: value for name, default in SCALAR_DEFAULTS.items() if (value := getattr(turn, name)) != default}
-    return {**changed, "facts": dict(turn.facts)} if turn.facts else changed
 
 
 def _pack_integers(values: Sequence[int]) -> tuple[str, bytes]:
     """The narrowest integer type that holds all values, and the packed values."""
-    for kind, letter in INTEGER_TYPES[:-1]:
+    *narrow, (widest, widest_letter) = INTEGER_TYPES.items()
+    for kind, letter in narrow:  # packing fails sooner than a search for the extremes would end
         with contextlib.suppress(struct.error):
             return kind, struct.pack(f"<{len(values)}{letter}", *values)
-    kind, letter = INTEGER_TYPES[-1]
-    return kind, struct.pack(f"<{len(values)}{letter}", *values)
+    return widest, struct.pack(f"<{len(values)}{widest_letter}", *values)
 
 
 def _pack_routes(turns: Sequence[Turn]) -> tuple[list[Any], bytes]:
@@ -161,10 +154,6 @@ def _pack_routes(turns: Sequence[Turn]) -> tuple[list[Any], bytes]:
     experts = np.frombuffer(b"".join(rows), "<i2")
     kind = "|u1" if experts.size and int(experts.min()) >= 0 and int(experts.max()) < 256 else "<i2"
     return [kind, [len(turn.routes) for turn in turns], len(rows[0]) // 2], experts.astype(kind).tobytes()
-
-
-def _unpack_routes(experts: np.ndarray[Any, Any], width: int) -> list[bytes]:
-    return [row.tobytes() for row in experts.astype("<i2").reshape(-1, width)]
 
 
 def _pack_kept(turns: Sequence[Turn]) -> dict[str, tuple[list[Any], bytes]]:
@@ -178,12 +167,6 @@ def _pack_kept(turns: Sequence[Turn]) -> dict[str, tuple[list[Any], bytes]]:
     }
 
 
-def _unpack_kept(ids: Sequence[int], sizes: Sequence[int]) -> tuple[bytes, ...]:
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    data = np.array(ids, "<i4").tobytes()
-    return tuple(data[4 * (end - size) : 4 * end] for end, size in zip(ends, sizes))
-
-
 def _pack_floats(values: Sequence[float]) -> tuple[str, bytes]:
     if not len(values):  # the truth value of a NumPy array is undefined
         return "<f4", b""
@@ -195,17 +178,6 @@ def _pack_floats(values: Sequence[float]) -> tuple[str, bytes]:
     return ("<f4", single.tobytes()) if exact else ("<f8", double)
 
 
-def _compress(data: bytes) -> bytes:
-    """Fit the window to the data: for 500 bytes, zlib spends half its time on clearing its default window of 32 KiB."""
-    smallest, largest = WINDOW_BITS
-    return zlib.compress(data, 1, wbits=min(largest, max(smallest, len(data).bit_length())))
-
-
-def _dumps(value: Any) -> str:
-    # escaped to ASCII: a lone surrogate from a partly decoded token is not valid UTF-8 for the database
-    return _JSON.encode(value)
-
-
 def _plain(value: Any) -> Any:
     """Convert NumPy numbers to Python's; store anything else in a message as text, since only people read it."""
     if isinstance(value, Integral | np.bool_):
@@ -213,4 +185,5 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) else str(value)
 
 
+# escapes to ASCII: a lone surrogate from a partly decoded token is not valid UTF-8 for the database
 _JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)

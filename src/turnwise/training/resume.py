@@ -16,10 +16,9 @@ from turnwise.config.convert import convert
 from turnwise.config.settings import Settings, known_setting, type_of
 from turnwise.errors import SettingError, StoreError
 from turnwise.observe.trackers import read_rows
-from turnwise.store.atomic import write_json
+from turnwise.store.atomic import read_sealed, write_json, write_sealed
 from turnwise.store.resume import ResumePlan
 from turnwise.store.rundir import RunDir, installed_versions
-from turnwise.store.sealed import read_sealed, write_sealed
 
 STARTED = "started.json"
 LAST_BITS = "results may differ in the last bits"

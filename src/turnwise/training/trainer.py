@@ -28,6 +28,7 @@ from turnwise.models.loading import save_lossless
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.rules import RunHealth, RunLimits
 from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, Service, TensorBoard, Trackers
+from turnwise.store.atomic import check_digest, read_object, read_sealed, write_sealed
 from turnwise.store.checkpoint import (
     discard_after,
     keep_newest,
@@ -36,10 +37,8 @@ from turnwise.store.checkpoint import (
     save_model,
     verify_model,
 )
-from turnwise.store.ledger import SqliteLedger
+from turnwise.store.ledger import SqliteLedger, WriteBehindLedger
 from turnwise.store.rundir import RunDir
-from turnwise.store.sealed import check_digest, read_object, read_sealed, write_sealed
-from turnwise.store.write_behind import WriteBehindLedger
 from turnwise.training import build, engines, memory
 from turnwise.training.certificate import run_certificate
 from turnwise.training.cold_start import cold_start

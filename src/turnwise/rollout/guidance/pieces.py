@@ -587,23 +587,20 @@ class _CaseMemory(LiveGuidance):
 
     async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
         group = await plain
-        text = self.case_text(group)
-        self.count("groups_with_cases", int(bool(text)))
-        more: dict[str, Any] = {"support": Support(text=text)} if text else {}
-        played = await request.play_all(spare, GUIDED, **more)
-        group = replace(group, trajectories=(*group.trajectories, *played))
-        self.count_results(group.trajectories)
-        return group
-
-    def case_text(self, group: Group) -> str:
-        """The most similar cases as text; ties go to the latest. Empty without any."""
+        # the most similar cases as text; ties go to the latest. Empty without any
         question = Counter(next((first_message(t) for t in group.trajectories if t.messages), "").split())
         others = [case for key, case in self.stored.items() if key != group.task.key]
         order = sorted(range(len(others)), key=lambda n: (-cosine(question, Counter(others[n][0].split())), -n))
         nearest = [others[n] for n in order[: self.rule.cases]]
         kinds = (("earlier tasks that were solved:", True), ("earlier tasks that failed, do otherwise:", False))
         parts = [[title, *(shown for _, shown, good in nearest if good == kind)] for title, kind in kinds]
-        return "\n\n".join("\n".join(part) for part in parts if len(part) > 1)
+        text = "\n\n".join("\n".join(part) for part in parts if len(part) > 1)
+        self.count("groups_with_cases", int(bool(text)))
+        more: dict[str, Any] = {"support": Support(text=text)} if text else {}
+        played = await request.play_all(spare, GUIDED, **more)
+        group = replace(group, trajectories=(*group.trajectories, *played))
+        self.count_results(group.trajectories)
+        return group
 
     def observe(self, group: Group) -> None:
         members = [t for t in group.trajectories if t.messages and t.fork is None]

@@ -165,12 +165,11 @@ class SupportResolver:
 def plan_of(turns: Sequence[str]) -> str:
     """A plan in words from the turns of a trace: ``plan: north 2 times, then take``. Equal turns in a row are counted, and a tool
     call is its name with the values of its arguments."""
-    steps = [(text, len(list(same))) for text, same in groupby(_step(turn) for turn in turns)]
+    steps = [
+        (text, len(list(same)))
+        for text, same in groupby(" ".join(_CALL.sub(lambda found: _spoken(found[1]), turn).split()) for turn in turns)
+    ]
     return f"{PLAN} " + ", then ".join(text if n == 1 else f"{text} {n} times" for text, n in steps)
-
-
-def _step(turn: str) -> str:
-    return " ".join(_CALL.sub(lambda found: _spoken(found[1]), turn).split())
 
 
 def _spoken(call: str) -> str:

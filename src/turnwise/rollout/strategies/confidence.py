@@ -146,7 +146,10 @@ class WatchedSession:
             left -= size
             if self.stopped or part.stop != Stop.LENGTH or len(part.tokens) < size:
                 break
-        return _joined(parts)
+        if len(parts) == 1:
+            return parts[0]
+        lists: Any = {name: [x for part in parts for x in getattr(part, name)] for name in LISTS}
+        return replace(parts[-1], seconds=sum(part.seconds for part in parts), **lists)
 
     def _watch(self, part: Completion) -> int:
         """Keep what a piece says of itself; returns how many of its tokens remain."""
@@ -182,13 +185,6 @@ def _first(part: Completion, count: int) -> Completion:
     lists: Any = {name: list(getattr(part, name))[:count] for name in LISTS}
     routes = part.routes[: max(0, len(part.routes) - len(part.tokens) + count)]
     return replace(part, stop=Stop.LENGTH, routes=routes, **lists)
-
-
-def _joined(parts: Sequence[Completion]) -> Completion:
-    if len(parts) == 1:
-        return parts[0]
-    lists: Any = {name: [x for part in parts for x in getattr(part, name)] for name in LISTS}
-    return replace(parts[-1], seconds=sum(part.seconds for part in parts), **lists)
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,7 @@ class GreedyBaseline(Strategy):
             reason = f"the greedy rollout that gives the baseline failed: {greedy.reason}"
             return request.grown([t if t.status == Status.FAILED else t.failed(reason) for t in sampled])
         facts = {GREEDY_REWARD: float(greedy.reward), DRAFT_TOKENS: greedy.sampled / max(1, len(sampled))}
-        return request.grown([_with_facts(t, facts) for t in sampled])
-
-
-def _with_facts(trajectory: Trajectory, facts: dict[str, float]) -> Trajectory:
-    return replace(trajectory, facts={**trajectory.facts, **facts})
+        return request.grown([replace(t, facts={**t.facts, **facts}) for t in sampled])
 
 
 @dataclass(frozen=True)
@@ -175,6 +171,15 @@ def extremes(values: list[float], size: int) -> list[int]:
     return order if len(order) <= size else [*order[:best], *order[len(order) - (size - best) :]]
 
 
+def shift_logits(session: Session, shift: Any) -> Session:
+    """Let a session sample by shifted log-probabilities: those that ``shift`` says."""
+    if not hasattr(session, "shift"):  # only the generator of this process can
+        name = type(session).__name__
+        raise RecipeError(f"{name} cannot sample by other log-probabilities than its model's; leave --generator out")
+    session.shift = shift
+    return session
+
+
 @dataclass(frozen=True)
 class ValueSteered(Strategy):
     """Independent. logit(a) + ``weight`` · (Q(s, a) − mean of Q) for the ``candidates`` most likely tokens, others unchanged:
@@ -196,11 +201,7 @@ class ValueSteered(Strategy):
         return request.grown([replace(t, guidance="steered by values") for t in played])
 
     def steer(self, session: Session) -> Session:
-        """Sample this session's tokens by steered logits. Only the local generator can."""
-        if not hasattr(session, "shift"):
-            raise RecipeError(f"{type(session).__name__} cannot read values while it samples; leave --generator out")
-        session.shift = self
-        return session
+        return shift_logits(session, self)
 
 
 @dataclass(frozen=True)
@@ -225,15 +226,6 @@ class CorrectedSampling(Strategy):
             shifts.observe(t for t in made if t.status != Status.FAILED)
             grown += [replace(t, guidance="corrected sampling") if first else t for t in made]
         return request.grown(grown)
-
-
-def shift_logits(session: Session, shifts: PrefixShifts) -> None:
-    """Sample by shifted log-probabilities. Only the local generator can."""
-    if not hasattr(session, "shift"):
-        raise RecipeError(
-            f"{type(session).__name__} cannot sample by other log-probabilities than its model's; leave --generator out"
-        )
-    session.shift = shifts
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from turnwise.config.settings import Settings
 from turnwise.config.values import Cluster
 from turnwise.core.protocols import Listener
 from turnwise.errors import ServerFault, SettingError
-from turnwise.store.atomic import write_json
+from turnwise.store.atomic import read_object, write_json
 from turnwise.store.rundir import RunDir
-from turnwise.store.sealed import read_object
 from turnwise.training.cluster.actors import EnvironmentActor, GeneratorActor, LearnerActor, LearnerNews, remove_helpers
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
