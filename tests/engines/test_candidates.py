@@ -16,7 +16,7 @@ from turnwise.core.levels import TOKEN
 from turnwise.core.signals import Signal
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.signals.distributions import CANDIDATES, stored_candidates
+from turnwise.engines.learner.signals.hidden import CANDIDATES, stored_candidates
 
 COLUMNS = tuple((Column.CANDIDATE, j) for j in range(CANDIDATES))
 ASK = frozenset({Signal.CANDIDATE_MATCHES, Signal.CANDIDATE_LOGP, Signal.LOGP})

@@ -14,7 +14,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.signals import auxiliary
-from turnwise.engines.learner.signals.effective_rank import effective_rank_signals
+from turnwise.engines.learner.signals.hidden import effective_rank_signals
 
 RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)
 

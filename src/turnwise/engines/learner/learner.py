@@ -230,7 +230,7 @@ class LocalLearner:
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
         step, group = batch, list(self._policy_group.values())
-        for planned, micro, policy in self._micro_batches(batch, objective):
+        for planned, micro, policy in self._planned_micro_batches(batch, objective):
             step, result = planned, objective(micro, policy)
             for name, side in result.side_losses.items():  # gradients of additional scalars
                 grads = sides.setdefault(name, [torch.zeros_like(p) for p in group])
@@ -249,13 +249,13 @@ class LocalLearner:
             del micro, policy, result  # their graph holds weights and activations, beside those of the next micro-batch
         return total, sums, objective.scales(step, sides)
 
-    def _micro_batches(
+    def _planned_micro_batches(
         self, batch: Batch, objective: ObjectiveProtocol
     ) -> Iterator[tuple[Batch, Batch, dict[Signal, Field]]]:
         """(the planned step, one of its micro-batches, its live signals). If the step is one micro-batch, planning reuses the
         forward pass that is differentiated; otherwise planning costs an extra forward pass."""
         batch = batch.put(vocabulary_size=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
-        parts = list(self._split(batch)) if objective.signals_before_step else []
+        parts = list(self.micro_batches(batch)) if objective.signals_before_step else []
         if len(parts) == 1 and objective.signals_before_step <= WITH_GRADIENT and self.noise is None:
             micro, policy = self.measurer.live(parts[0], objective.signals_with_gradient)
             planned = objective.plan(micro.put({s: f.detach() for s, f in policy.items()}))
@@ -266,7 +266,7 @@ class LocalLearner:
         planned = objective.plan(batch)
         with_gradient, without = self.split_by_gradient(planned)
         for part, grad in ((with_gradient, True), (without, False)):
-            for number, piece in enumerate(() if part is None else self._split(part)):
+            for number, piece in enumerate(() if part is None else self.micro_batches(part)):
                 with (
                     torch.set_grad_enabled(grad),
                     self.noise.enabled(self.steps, number) if self.noise else nullcontext(),
@@ -288,7 +288,7 @@ class LocalLearner:
             with_gradient, without = without[:1], without[1:]
         return (planned.select(with_gradient), planned.select(without)) if without else (planned, None)
 
-    def _split(self, batch: Batch) -> Iterator[Batch]:
+    def micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """Cut into micro-batches. Only a GPU packs sequences of different lengths without padding."""
         return batch.split(self.settings.positions, padded=self.device.type != "cuda")
 

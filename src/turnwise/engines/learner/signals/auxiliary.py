@@ -9,7 +9,6 @@ Knows hidden states, features and trajectories; does not know what the signals a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +24,6 @@ SCORE_TIME = 0.8  # s at which the deviation is measured
 INNER, BLOCKS, FREQUENCIES = 128, 2, 4
 STEPS, ROWS = 8, 1024  # optimizer steps per batch, and pairs of states per step
 PER_TRAJECTORY = 64  # pairs buffered per trajectory, at most on average
-
-
-class AuxiliaryModel(Protocol):
-    """A model that provides one signal."""
-
-    signal: Signal
-    features: FeatureBuffer
-
-    def begin_batch(self) -> None:
-        """Start measuring a new batch and discard buffered features that were never trained on."""
-        ...
-
-    def measure(self, forward: ForwardPass) -> Field: ...
-
-    def learn(self, batch: Batch) -> None: ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its state by name. Empty before the first training step."""
-        ...
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class FeatureBuffer:
@@ -71,9 +49,9 @@ class FeatureBuffer:
         """Remove and return the rows of this batch, and the index of each row's trajectory in it; None if there are none.
 
         Ordered by seed, then by insertion, so that neither micro-batches nor packing change the order."""
-        if not self._seed or not len(batch):
+        if (buffered := self.contents()) is None or not len(batch):
             return None
-        seed, rows = torch.cat(self._seed), torch.cat(self._rows)
+        seed, rows = buffered
         batch_seeds, order = batch.seed.x.to(seed.device).sort(stable=True)
         index = torch.searchsorted(batch_seeds, seed).clamp(max=batch_seeds.numel() - 1)
         present = batch_seeds[index] == seed
@@ -110,8 +88,13 @@ class RewardProbe:
         self._new_batch = True
 
     def measure(self, forward: ForwardPass) -> Field:
-        z, tree = probe_features(forward), forward.batch.tree
-        has_tokens = tree.size(TOKEN, TRAJECTORY).x > 0
+        tree = forward.batch.tree
+        owner, count = tree.ancestor(TOKEN, TRAJECTORY), tree.size(TOKEN, TRAJECTORY).x
+        first, has_tokens = (tree.index(TOKEN, TRAJECTORY).x == 0).nonzero().squeeze(1), count > 0
+        zeros = forward.before.new_zeros(len(forward.batch), forward.before.shape[1], dtype=torch.float64)
+        prompt = zeros.index_copy(0, owner[first], forward.before[first].double())
+        mean = zeros.index_add(0, owner, forward.after.double()) / count.clamp(min=1)[:, None]
+        z = torch.cat([prompt, mean], 1)  # [K, 2 D]; zeros for a trajectory without tokens
         self.features.add(forward.batch.seed.x[has_tokens], z[has_tokens])
         if self.moments is None:
             return Field(tree, TRAJECTORY, z.new_zeros(z.shape[0]))
@@ -150,17 +133,6 @@ class RewardProbe:
         self.moments = tensors["moments"].to(self.device, copy=True) if tensors else None
         if self.moments is not None:
             self._fit()
-
-
-def probe_features(forward: ForwardPass) -> Tensor:
-    """z [K, 2 D] in float64; zeros for a trajectory without tokens."""
-    tree = forward.batch.tree
-    owner, count = tree.ancestor(TOKEN, TRAJECTORY), tree.size(TOKEN, TRAJECTORY).x
-    first = (tree.index(TOKEN, TRAJECTORY).x == 0).nonzero().squeeze(1)
-    zeros = forward.before.new_zeros(len(forward.batch), forward.before.shape[1], dtype=torch.float64)
-    prompt = zeros.index_copy(0, owner[first], forward.before[first].double())
-    mean = zeros.index_add(0, owner, forward.after.double()) / count.clamp(min=1)[:, None]
-    return torch.cat([prompt, mean], 1)
 
 
 # -------------------------------------------------------- a flow of hidden states
@@ -226,13 +198,9 @@ class FlowDeviation:
     def begin_batch(self) -> None:
         self.features.clear()
 
-    def _pairs(self, forward: ForwardPass) -> Tensor:
-        """The states after and before each token, scaled to unit RMS, [N, 2, D]."""
-        pairs = torch.stack([forward.after, forward.before], 1).to(self.noise.dtype)
-        return pairs / (pairs.square().mean(-1, keepdim=True).sqrt() + 1e-6)
-
     def measure(self, forward: ForwardPass) -> Field:
-        batch, pairs = forward.batch, self._pairs(forward)
+        batch, states = forward.batch, torch.stack([forward.after, forward.before], 1).to(self.noise.dtype)
+        pairs = states / (states.square().mean(-1, keepdim=True).sqrt() + 1e-6)  # (x, c) of each token, [N, 2, D]
         size = batch.tree.size(TOKEN, TRAJECTORY).at(TOKEN)
         selected = (batch.success.at(TOKEN).x == 1) & (batch.uniform_draws() * size < PER_TRAJECTORY).x
         self.features.add(batch.seed.at(TOKEN).x[selected], pairs[selected])

@@ -9,7 +9,8 @@ Knows signals; does not know objectives or a method's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,8 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import POLICY_SIGNALS, TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
 from turnwise.engines.learner import lora, packed_forward
 from turnwise.engines.learner.forward_pass import ForwardPass
-from turnwise.engines.learner.signals import counterfactual, distributions
-from turnwise.engines.learner.signals.auxiliary import AuxiliaryModel, FlowDeviation, RewardProbe
-from turnwise.engines.learner.signals.effective_rank import effective_rank_signals
+from turnwise.engines.learner.signals import counterfactual, hidden
+from turnwise.engines.learner.signals.auxiliary import FlowDeviation, RewardProbe
 from turnwise.engines.learner.value_heads import TOKEN_VALUES, frozen_copy
 from turnwise.errors import SettingError
 
@@ -41,14 +41,10 @@ LIVE_COUNTERPART = {
 """Signals of a batch that equal a live signal, measured before the first update."""
 LOGP_OF = {Signal.REFERENCE: "reference", Signal.PREVIOUS: "previous", Signal.TEACHER: "teacher"}
 """Log-probabilities under a model beside the policy."""
-
-RANK_SIGNALS = frozenset({Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION})
 AUXILIARY = frozenset({Signal.REWARD_PROBE, Signal.FLOW_DEVIATION})
-AFTER_SAMPLED = RANK_SIGNALS | AUXILIARY | {Signal.Q, Signal.SECOND_Q, Signal.TARGET_Q, Signal.TARGET_SECOND_Q}
-"""Signals that need the hidden state after a sampled token ..."""
-AFTER_SAMPLED_MODELS = ("policy", "critic", "target")
-"""... and the models that compute it for them."""
-
+Q_VALUES = {Signal.Q, Signal.SECOND_Q, Signal.TARGET_Q, Signal.TARGET_SECOND_Q}
+AFTER_SAMPLED = frozenset({*hidden.RANKS, *AUXILIARY, *Q_VALUES})
+"""Signals that need the hidden state after a sampled token, of the policy or of a critic's trunk."""
 
 Fields = dict[Any, Field]
 ForwardOf = Callable[[str], ForwardPass]
@@ -59,22 +55,20 @@ class SignalMeasurer:
     """Measures signals, and owns the models beside the policy: reference, previous policy, teacher, auxiliary models."""
 
     def __init__(self, learner: LocalLearner, teacher: PreTrainedModel | None) -> None:
-        self.learner = learner
-        self.teacher = None if teacher is None else self._prepare_teacher(teacher)
+        self.learner, self.teacher = learner, teacher
         self._reference: PreTrainedModel | None = None
         self._reference_was_reset = False
         self._previous: PreTrainedModel | None = None
-        self._auxiliary_models: dict[Signal, AuxiliaryModel] = {}
-
-    def _prepare_teacher(self, teacher: PreTrainedModel) -> PreTrainedModel:
-        policy_size, teacher_size = (packed_forward.lm_head(m).weight.shape[0] for m in (self.learner.model, teacher))
-        if policy_size != teacher_size:
-            raise SettingError(
-                f"the teacher's vocabulary has {teacher_size} entries, the model's {policy_size}, so its ids mean other tokens; "
-                "use a teacher with the same tokenizer"
-            )
-        teacher.to(device=self.learner.device, dtype=self.learner.master)  # type: ignore[call-arg]
-        return packed_forward.prepare(teacher.eval()).requires_grad_(False)
+        self._auxiliary_models: dict[Signal, RewardProbe | FlowDeviation] = {}
+        if teacher is not None:
+            policy_size, teacher_size = (packed_forward.lm_head(m).weight.shape[0] for m in (learner.model, teacher))
+            if policy_size != teacher_size:
+                raise SettingError(
+                    f"the teacher's vocabulary has {teacher_size} entries, the model's {policy_size}, so its ids mean other "
+                    "tokens; use a teacher with the same tokenizer"
+                )
+            teacher.to(device=learner.device, dtype=learner.master)  # type: ignore[call-arg]
+            self.teacher = packed_forward.prepare(teacher.eval()).requires_grad_(False)
 
     # -------------------------------------------------------- a whole batch
     @torch.no_grad()
@@ -100,7 +94,7 @@ class SignalMeasurer:
 
     def _measured(self, batch: Batch, signals: frozenset[Signal]) -> Iterator[tuple[Batch, Fields]]:
         """Every micro-batch, and what was measured of it."""
-        for micro in batch.split(self.learner.settings.positions, padded=self.learner.device.type != "cuda"):
+        for micro in self.learner.micro_batches(batch):
             micro = micro.to(self.learner.device)
             yield micro, self.measure_micro_batch(micro, signals)
 
@@ -116,9 +110,7 @@ class SignalMeasurer:
         live = self._live(batch, computed & WITH_GRADIENT, forward)
         out: Fields = {s: live[LIVE_COUNTERPART.get(s, s)] for s in signals if LIVE_COUNTERPART.get(s, s) in live}
         positions = self.learner.settings.positions
-        for signal, model in LOGP_OF.items():
-            if signal in signals:
-                out[signal] = _logp(forward(model))
+        out |= {s: _logp(forward(model)) for s, model in LOGP_OF.items() if s in signals}
         if Signal.GRADIENT_NORM in signals:
             out[Signal.GRADIENT_NORM] = self._gradient_norms(batch)
         if Signal.ANSWER_LOGP in signals:
@@ -127,20 +119,17 @@ class SignalMeasurer:
             logp = _logp(forward("policy"))
             out[Signal.LOGP_WITHOUT_FEEDBACK] = counterfactual.logp_without_feedback(batch, logp, self.logp, positions)
         if Signal.CANDIDATE_MATCHES in signals:
-            ids = distributions.sample_candidates(forward("policy"), self.learner.steps)
-            out |= distributions.candidate_columns(batch, ids)
-            out[Signal.CANDIDATE_MATCHES] = distributions.count_matches(batch, ids)
-        if Signal.HELLINGER in signals:
-            out[Signal.HELLINGER] = distributions.hellinger(forward("policy"), forward("reference"))
-        if Signal.COLLISION in signals:
-            out[Signal.COLLISION] = distributions.collision(forward("policy"))
-        if Signal.REFERENCE_MODE_GAP in signals:
-            gap = distributions.reference_mode_gap(forward("policy"), forward("reference"))
-            out[Signal.REFERENCE_MODE_GAP] = gap
-        if signals & set(distributions.PREDICTED_CHANGES):
-            out |= distributions.predicted_changes(forward("policy"), self.learner.preconditioner())
-        if signals & RANK_SIGNALS:
-            out |= effective_rank_signals(batch.tree, forward("policy").after)
+            ids = hidden.sample_candidates(forward("policy"), self.learner.steps)
+            out |= {(Column.CANDIDATE, j): Field(batch.tree, TOKEN, column) for j, column in enumerate(ids.unbind(1))}
+            out[Signal.CANDIDATE_MATCHES] = Field(batch.tree, TOKEN, (ids == batch.token.x[:, None]).sum(1))
+        for signal in signals & hidden.OF_POLICY.keys() - WITH_GRADIENT:
+            out[signal] = hidden.of_distributions(signal, forward("policy"))
+        for signal in signals & hidden.OF_BOTH.keys():
+            out[signal] = hidden.of_distributions(signal, forward("policy"), forward("reference"))
+        if signals & set(hidden.PREDICTED_CHANGES):
+            out |= hidden.predicted_changes(forward("policy"), self.learner.preconditioner())
+        if signals & set(hidden.RANKS):
+            out |= hidden.effective_rank_signals(batch.tree, forward("policy").after)
         if signals & set(TURN_CRITIC_TARGET):
             out |= self.learner.value_heads.target_estimates(forward("target"), signals)
         for signal in signals & AUXILIARY:
@@ -174,11 +163,11 @@ class SignalMeasurer:
             if entropy is not None:
                 out[Signal.ENTROPY] = Field(batch.tree, TOKEN, entropy)
             if Signal.CANDIDATE_LOGP in signals:
-                ids = distributions.stored_candidates(batch)
-                ids = distributions.sample_candidates(forward("policy"), self.learner.steps) if ids is None else ids
-                out[Signal.CANDIDATE_LOGP] = distributions.candidate_logp(forward("policy"), ids)
+                ids = hidden.stored_candidates(batch)
+                ids = hidden.sample_candidates(forward("policy"), self.learner.steps) if ids is None else ids
+                out[Signal.CANDIDATE_LOGP] = hidden.candidate_logp(forward("policy"), ids)
             if Signal.MODE_LOGP in signals:
-                out[Signal.MODE_LOGP] = distributions.mode_logp(forward("policy"))
+                out[Signal.MODE_LOGP] = hidden.of_distributions(Signal.MODE_LOGP, forward("policy"))
         if signals & {*TOKEN_VALUES, Signal.ACTION_VALUE, *TURN_CRITIC}:
             out |= self.learner.value_heads.estimates(forward("critic"), signals)
         return {s: f for s, f in out.items() if s in signals}
@@ -193,47 +182,42 @@ class SignalMeasurer:
         """Run each model at most once over a micro-batch. ``states``: hidden states the policy has computed already. Builds no
         reference cycle, so the states are freed with the micro-batch and not by the cyclic collector."""
         passes: dict[str, ForwardPass] = {}
+        learner, heads = self.learner, self.learner.value_heads
+        adapters = bool(learner.settings.lora_rank)
+
+        @contextmanager
+        def context(without_adapters: bool) -> Iterator[None]:
+            mixed = learner.dtype != learner.master
+            with (
+                lora.disabled(learner.model) if without_adapters else nullcontext(),
+                torch.autocast(learner.device.type, learner.dtype) if mixed else nullcontext(),
+            ):
+                yield
 
         def forward(name: str) -> ForwardPass:
-            model = self._model(name)
-            if model is None:
-                name, model = "policy", self.learner.model
+            match name:
+                case "teacher" if self.teacher is None:
+                    raise SettingError(
+                        "this method needs a teacher's log-probabilities, and there is no teacher; write --teacher MODEL"
+                    )
+                case "reference":  # that of adapters is the model without them
+                    model = learner.model if adapters else self.reference()
+                case _:
+                    beside = {"previous": self._previous, "teacher": self.teacher}
+                    model = (beside | {"critic": heads.trunk, "target": heads.target_trunk}).get(name)
+            if model is None:  # a shared critic, or no previous policy yet: the pass of the policy
+                name, model = "policy", learner.model
             if name not in passes:
-                without_adapters = name == "reference" and bool(self.learner.settings.lora_rank)
-                after_sampled = bool(signals & AFTER_SAMPLED) and name in AFTER_SAMPLED_MODELS
+                after_sampled = bool(signals & AFTER_SAMPLED) and name in ("policy", "critic", "target")
                 computed = states if name == "policy" else None
-                context = lambda: self._forward_context(without_adapters)  # noqa: E731
-                passes[name] = ForwardPass(batch, model, context, after_sampled, computed)
+                around = partial(context, name == "reference" and adapters)
+                passes[name] = ForwardPass(batch, model, around, after_sampled, computed)
             return passes[name]
 
         return forward
 
-    def _model(self, name: str) -> PreTrainedModel | None:
-        """The named model; None: it is the policy."""
-        heads = self.learner.value_heads
-        if name == "teacher" and self.teacher is None:
-            raise SettingError(
-                "this method needs a teacher's log-probabilities, and there is no teacher; write --teacher MODEL"
-            )
-        if name == "reference":
-            return self.learner.model if self.learner.settings.lora_rank else self.reference()
-        return {
-            "policy": self.learner.model,
-            "previous": self._previous,
-            "teacher": self.teacher,
-            "critic": heads.trunk,
-            "target": heads.target_trunk,
-        }[name]
-
-    def _forward_context(self, without_adapters: bool) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(lora.disabled(self.learner.model) if without_adapters else nullcontext())
-        if self.learner.dtype != self.learner.master:
-            stack.enter_context(torch.autocast(self.learner.device.type, self.learner.dtype))
-        return stack
-
     # ---------------------------------------------------------------- models
-    def auxiliary_model(self, signal: Signal) -> AuxiliaryModel:
+    def auxiliary_model(self, signal: Signal) -> RewardProbe | FlowDeviation:
         """The model behind an auxiliary signal, created on first use."""
         if signal not in self._auxiliary_models:
             device, dtype = self.learner.device, self.learner.master
@@ -291,10 +275,8 @@ class SignalMeasurer:
 
     def _restored_copy(self, saved: Mapping[str, Tensor]) -> PreTrainedModel | None:
         """A frozen copy of the model with the saved weights; None if there are none."""
-        if not saved:
-            return None
-        model = frozen_copy(self.learner.model)
-        for name, p in model.named_parameters():
+        model = frozen_copy(self.learner.model) if saved else None
+        for name, p in model.named_parameters() if model is not None else ():
             p.copy_(saved[name])
         return model
 
