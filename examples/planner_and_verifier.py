@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from turnwise import Action, Environment, Step, train
 from turnwise.environments.base import sample_problem, text_action, user_message
-from turnwise.environments.builtin.encyclopedia import RELATIONS, SYMBOLS, WORLDS, fictional_world, sample_question
+from turnwise.environments.builtin.lookup import RELATIONS, SYMBOLS, WORLDS, fictional_world, sample_question
 
 ALL_RELATIONS = sorted({relation for each in RELATIONS.values() for relation in each})
 

@@ -10,9 +10,8 @@ from turnwise import environments
 from turnwise.core.protocols import ToolCall
 from turnwise.core.records import Status, Task
 from turnwise.environments.base import text_action, tool_action, user_message
-from turnwise.environments.builtin.archive import NAMES, PAGES, Archive
+from turnwise.environments.builtin.archive import NAMES, PAGES, Archive, ContextEditor, EditRefused
 from turnwise.environments.checker.check import check_env
-from turnwise.environments.context_editing import ContextEditor, EditRefused
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted

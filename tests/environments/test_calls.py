@@ -13,8 +13,7 @@ import time
 
 import pytest
 
-from turnwise.environments.calls import call_environment, call_here
-from turnwise.environments.watchdog import LONGEST_TICK, PERIOD, Watchdog, WatchedCall
+from turnwise.environments.calls import LONGEST_TICK, PERIOD, Watchdog, WatchedCall, call_environment, call_here
 from turnwise.errors import EnvironmentFault
 
 LIMIT = 0.3

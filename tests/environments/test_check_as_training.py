@@ -9,8 +9,7 @@ import time
 import pytest
 from support.broken import Minimal, Sound, answer
 
-from turnwise.environments.checker.check import check_env
-from turnwise.environments.checker.driver import EnvironmentDriver
+from turnwise.environments.checker.check import EnvironmentCheck, check_env
 
 
 def problems_of(cls, **options):
@@ -141,7 +140,7 @@ def test_the_report_says_how_fast_it_is():
     ],
 )
 def test_whether_inline_fits_follows_from_the_measured_times(inline, seconds, fact, warning):
-    driver = EnvironmentDriver(type("Timed", (Sound,), {"inline": inline}), 1.0)
+    driver = EnvironmentCheck(type("Timed", (Sound,), {"inline": inline}), 1.0)
     driver.durations = {"reset": [seconds] * 9, "step": [seconds] * 40}
     facts = driver.speed()
     driver.loop.close()

@@ -12,7 +12,7 @@ from turnwise import environments
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments.base import text_action, tool_action
 from turnwise.environments.builtin.keydoor import WORDS, KeyDoor
-from turnwise.environments.equivalence import RULES, equivalent, same_value
+from turnwise.environments.demonstrated import RULES, equivalent, same_value
 from turnwise.environments.expert_turns import KeyDoorTurns, LookupTurns
 from turnwise.errors import SettingError
 

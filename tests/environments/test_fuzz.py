@@ -13,8 +13,7 @@ from support.broken import Sound
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments import BUILT_IN, load
 from turnwise.environments.calls import call_environment
-from turnwise.environments.checker.adversarial import adversarial_action
-from turnwise.environments.checker.fuzz import fuzz_environment
+from turnwise.environments.checker.fuzz import adversarial_action, fuzz_environment
 from turnwise.environments.contract import read_step
 
 

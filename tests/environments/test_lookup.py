@@ -5,8 +5,7 @@ from support.players import play
 
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments.base import text_action, tool_action
-from turnwise.environments.builtin.encyclopedia import COUNTS, WORLDS, Question, fictional_world
-from turnwise.environments.builtin.lookup import MAX_CALLS, Lookup
+from turnwise.environments.builtin.lookup import COUNTS, MAX_CALLS, WORLDS, Lookup, Question, fictional_world
 
 
 def test_worlds_hold_together():

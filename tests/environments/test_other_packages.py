@@ -228,7 +228,7 @@ def test_a_family_without_its_package_says_how_to_install_it(family, monkeypatch
     def missing(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(scienceworld.SIMULATORS, "idle", [])
+    monkeypatch.setattr(scienceworld, "IDLE", [])
     monkeypatch.setattr(scienceworld.shutil, "which", lambda program: program)  # as if Java were here
     monkeypatch.setattr(adapter.importlib, "import_module", missing)
     module = environments.FAMILIES[family].rpartition(".")[2]

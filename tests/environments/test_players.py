@@ -6,7 +6,7 @@ import pytest
 from support.players import SPLITS, play, success_rate
 
 from turnwise.environments import load, make
-from turnwise.environments.checker.adversarial import malformed_actions
+from turnwise.environments.checker.fuzz import malformed_actions
 from turnwise.errors import SettingError
 
 NAMES = ("countdown", "guess", "keydoor", "lookup")

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from turnwise.environments.builtin.encyclopedia import BM25Index, words
+from turnwise.environments.builtin.lookup import BM25Index, words
 
 DOCUMENTS = ["red cat", "red red dog house", "blue bird"]
 

@@ -43,7 +43,7 @@ def test_splits_are_disjoint(taskset):
 
 
 def test_what_cannot_be_loaded_or_played_is_refused(taskset, monkeypatch):
-    with pytest.raises(SettingError, match="cannot be loaded"):
+    with pytest.raises(SettingError, match="cannot be made"):
         load("verifiers:no-such-taskset")
     with pytest.raises(SettingError, match="tasks"):
         load(f"{SPEC},task=3")

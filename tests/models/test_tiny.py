@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from turnwise.environments.builtin.encyclopedia import SYMBOLS
 from turnwise.environments.builtin.guess import Guess
+from turnwise.environments.builtin.lookup import SYMBOLS
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 
 LISTS = ["small red ball, big red cup, small blue ball, big red hat. guess it."] * 50

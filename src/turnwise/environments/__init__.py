@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -139,15 +139,12 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
     return cls(**arguments)
 
 
-def _settings(cls: type[Any]) -> frozenset[str]:
+@cache  # every episode asks
+def settings(cls: type[Any]) -> frozenset[str]:
+    """Which of ``difficulty`` and ``split`` the constructor of a class accepts."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class written in C
         return frozenset()
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return frozenset(key for key in RUN_ARGUMENTS if accepts_any or key in parameters)
-
-
-# cached, because every episode asks; a class is hashable
-settings: Callable[[type[Any]], frozenset[str]] = cache(_settings)  # type: ignore[assignment]
-"""Which of ``difficulty`` and ``split`` the constructor of a class accepts."""

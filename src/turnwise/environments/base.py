@@ -276,6 +276,11 @@ def split_by_content(tasks: Iterable[Problem], content: Callable[[Problem], str]
     return {"train": train or held_out, "held_out": held_out or train}
 
 
+def listed_task(tasks: Mapping[str, Sequence[Problem]], split: str, seed: int) -> Problem:
+    """The task of a seed among those of its split; after the last one the list begins again."""
+    return tasks[split][seed % len(tasks[split])]
+
+
 def read_json_lines(path: str, expected: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file, one in each line, each after the words that say where it stands; ``expected`` shows in a refusal
     what to write."""

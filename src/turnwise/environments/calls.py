@@ -1,37 +1,197 @@
 """How an environment is called, in training and by the checker: in the calling thread, in a thread of a pool, or as a coroutine,
 each under a time limit. Whatever goes wrong is raised as an ``Exception``; a limit that passes as an ``EnvironmentFault``.
 
-What a limit can do: a coroutine is cancelled, and abandoned if it does not end; an endless loop is interrupted; a plain call that
-blocks in another thread is abandoned with its thread. Code that never lets Python run (one huge multiplication, one regular
-expression) cannot be ended inside a process; an isolated environment has a process of its own.
+What a limit can do: a coroutine is cancelled, and abandoned if it does not end; an endless loop is interrupted, in the main
+thread by a signal, which also ends a system call such as ``time.sleep``, in another thread by an exception at the next bytecode;
+a plain call that blocks in another thread is abandoned with its thread. Code that never lets Python run (one huge
+multiplication, one regular expression) cannot be ended inside a process; an isolated environment has a process of its own.
 
-Idle threads are reused: starting one waits until the operating system schedules it, which over a hundred calls per step costs
-more than the calls. Knows nothing of what is called.
+Time is counted in small ticks, and a tick counts at most ``LONGEST_TICK``: while the whole process is stopped (SIGSTOP, a
+suspended laptop) no time passes, so that a call that did nothing wrong does not fail. Knows nothing of what is called.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import os
+import signal
+import sys
 import threading
+import time
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from types import CodeType, FrameType
 from typing import Any
 
-from turnwise.environments.watchdog import WATCHDOG, CallInterrupted, WatchedCall
 from turnwise.errors import EnvironmentFault
 
-GRACE = 1.0  # seconds that a cancelled coroutine has to end
-UNSAFE_EXCEPTIONS = (StopIteration, SystemExit)
-"""A future cannot hold a ``StopIteration``, and a ``SystemExit`` would end the run: both are raised as ``RuntimeError``."""
+PERIOD = 0.05  # seconds between ticks
+LONGEST_TICK = 0.5  # what a tick may count, however late it comes
+INTERRUPT_EVERY = 1.0  # seconds between interrupts of a call that ignores them
+INTERRUPTS = 10  # before a call that holds the main thread ends the process
+SIGNAL = getattr(signal, "SIGURG", None)  # ignored by default and used by nobody; absent on Windows
+EXIT_CODE = 70
+CARRIERS = (
+    os.path.dirname(asyncio.__file__),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "workers"),
+    *(os.path.join(os.path.dirname(__file__), name) for name in ("isolated.py", "calls.py")),
+)
+"""Code that waits on behalf of an environment: its lines say nothing about it."""
+
+
+class CallInterrupted(BaseException):
+    """Raised inside a call that ran past its limit. Not an ``Exception``: code that catches those must not swallow it."""
 
 
 class CallTimeout(EnvironmentFault):
     """A call did not end within its limit."""
+
+
+@dataclass(slots=True, eq=False)
+class WatchedCall:
+    """One call under a limit."""
+
+    seconds: float  # limit
+    expire: Callable[[], None] | None = None  # for a call that waits: runs in the watchdog's thread
+    thread: int = 0  # for a call that runs: the thread to interrupt
+    code: CodeType | None = None  # of the called function, to say in which of its lines the call was
+    name: str = ""  # of the called function; empty for a part of a call that has another entry
+    awaited: Any = None  # the coroutine of a call that waits
+    began: float = field(default_factory=time.monotonic)
+    deadline: float = 0.0
+    interrupts: int = 0
+    where: str = ""  # the line at which it was found overdue
+
+    def too_slow(self, words: str = "no answer within {} s{}") -> CallTimeout:
+        return CallTimeout(words.format(f"{self.seconds:g}", f" (at {self.where})" if self.where else ""))
+
+
+@dataclass
+class Watchdog:
+    """The clock, the calls under a limit, and the thread that watches them."""
+
+    now: float = 0.0  # seconds in which this process ran
+    calls: dict[int, WatchedCall] = field(default_factory=dict)  # by id: insertion and removal are atomic
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    wake: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    ended: int = 0  # calls so far
+    handles_signal: bool = False
+
+    def add(self, call: WatchedCall) -> None:
+        """Start the limit of a call."""
+        if self.thread is None:
+            with self.lock:
+                if self.thread is None:  # another thread may have been faster
+                    self.thread = threading.Thread(target=self._watch, name="turnwise-watchdog", daemon=True)
+                    self.thread.start()
+        # only the main thread may install a handler; elsewhere calls are interrupted at the next bytecode
+        in_main = threading.current_thread() is threading.main_thread()
+        if call.thread and not self.handles_signal and SIGNAL is not None and in_main:
+            if signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, None):  # a handler of the user's stays
+                signal.signal(SIGNAL, _on_signal)
+            self.handles_signal = True
+        call.deadline = self.now + PERIOD + call.seconds  # the clock may be one tick behind
+        self.calls[id(call)] = call
+        if not self.wake.is_set():
+            self.wake.set()
+
+    def remove(self, call: WatchedCall) -> None:
+        """The call has ended. Under the lock, so that it is not interrupted after this."""
+        with self.lock:
+            self.calls.pop(id(call), None)
+            self.ended += 1
+
+    def _watch(self) -> None:
+        while True:
+            self.wake.wait()
+            last = time.monotonic()
+            while self.calls:
+                time.sleep(PERIOD)
+                tick = time.monotonic()
+                self.now += min(tick - last, LONGEST_TICK)
+                last = tick
+                for call in tuple(self.calls.values()):
+                    if self.now >= call.deadline:
+                        self._overdue(call)
+            self.wake.clear()
+            if self.calls:  # one was added between the last look and the clear
+                self.wake.set()
+
+    def _overdue(self, call: WatchedCall) -> None:
+        with self.lock:
+            if id(call) not in self.calls:
+                return
+            call.where = call.where or line_of(call)
+            if call.thread:
+                call.deadline = self.now + INTERRUPT_EVERY
+                call.interrupts += 1
+                main = threading.main_thread().ident
+                if call.thread != main or SIGNAL is None or signal.getsignal(SIGNAL) is not _on_signal:
+                    thread, interrupt = ctypes.c_ulong(call.thread), ctypes.py_object(CallInterrupted)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, interrupt)
+                elif call.interrupts <= INTERRUPTS:
+                    signal.pthread_kill(main, SIGNAL)
+                else:
+                    where = f" at {call.where}" if call.where else ""
+                    text = f"turnwise: an environment holds the main thread{where} and ignores every interrupt"
+                    sys.stderr.write(f"\n{text}\n")
+                    os._exit(EXIT_CODE)
+            else:
+                del self.calls[id(call)]
+        if call.expire is not None and call.interrupts <= 1:
+            call.expire()
+
+
+def line_of(call: WatchedCall) -> str:
+    """The line of the called function's file at which a running call is, else the innermost one."""
+    frame = sys._current_frames().get(call.thread) if call.thread else None
+    innermost = frame
+    while frame is not None and (call.code is None or frame.f_code.co_filename != call.code.co_filename):
+        frame = frame.f_back
+    return describe_line(frame or innermost)
+
+
+def line_awaited(awaited: Any) -> str:
+    """The line at which a coroutine waits; empty where only code of ours waits, for another process."""
+    line = ""
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is not None and not frame.f_code.co_filename.startswith(CARRIERS):
+            line = describe_line(frame)
+        awaited = getattr(awaited, "cr_await", None)
+    return line
+
+
+def describe_line(frame: FrameType | None) -> str:
+    """A frame as a file, a line and a function; empty without one."""
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """In the main thread: raise if a call that runs there is overdue."""
+    main = threading.main_thread().ident
+    if any(call.thread == main and call.interrupts for call in tuple(WATCHDOG.calls.values())):
+        raise CallInterrupted
+
+
+WATCHDOG = Watchdog()
+"""The only one: time limits of all calls of a process."""
+
+os.register_at_fork(after_in_child=lambda: WATCHDOG.__init__())  # type: ignore[misc]  # threads do not survive a fork
+
+
+GRACE = 1.0  # seconds that a cancelled coroutine has to end
+UNSAFE_EXCEPTIONS = (StopIteration, SystemExit)
+"""A future cannot hold a ``StopIteration``, and a ``SystemExit`` would end the run: both are raised as ``RuntimeError``."""
 
 
 async def call_environment(
@@ -69,7 +229,7 @@ def _run_watched(call: WatchedCall, function: Callable[..., Any], *args: Any) ->
             WATCHDOG.remove(call)
     except CallInterrupted:
         WATCHDOG.remove(call)  # the interrupt may have come before the first removal
-        raise _too_slow(call) from None
+        raise call.too_slow() from None
 
 
 async def with_timeout(
@@ -77,7 +237,12 @@ async def with_timeout(
 ) -> Any:
     """The result of ``awaitable``; an ``EnvironmentFault`` if it takes longer than ``seconds`` or blocks the event loop."""
     loop = asyncio.get_running_loop()
-    task = loop.create_task(_watched(awaitable, seconds, code))
+
+    async def watched() -> Any:
+        with _as_runtime_errors():
+            return await _Watched(awaitable, seconds, code)
+
+    task = loop.create_task(watched())
     ended: asyncio.Future[None] = loop.create_future()
 
     def end(_: object = None) -> None:
@@ -97,31 +262,21 @@ async def with_timeout(
         WATCHDOG.remove(call)
         late = not task.done()
         if late:
-            await _cancel(task)
+            task.cancel()
+            _, running = await asyncio.wait({task}, timeout=GRACE)  # for its clean-up, but not for ever
+            if running:
+                asyncio._unregister_task(task)  # asyncio.run would wait for it at its end
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody reads its exception
+            elif not task.cancelled():
+                task.exception()
         if task.done() and inspect.iscoroutine(awaitable):
             awaitable.close()  # cancelled before its first step, it would warn that nobody awaited it
     if late:
-        raise _too_slow(call)
+        raise call.too_slow()
     if task.cancelled():
         raise EnvironmentFault("the method raised CancelledError, although nobody cancelled it")
     return task.result()
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait for its clean-up, but not for ever: a task that does not end is abandoned."""
-    task.cancel()
-    _, running = await asyncio.wait({task}, timeout=GRACE)
-    if running:
-        asyncio._unregister_task(task)  # asyncio.run would wait for it at its end
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody reads its exception
-    elif not task.cancelled():
-        task.exception()
-
-
-async def _watched(awaitable: Awaitable[Any], seconds: float, code: types.CodeType | None) -> Any:
-    with _as_runtime_errors():
-        return await _Watched(awaitable, seconds, code)
 
 
 class _Watched:
@@ -144,8 +299,8 @@ class _Watched:
             except CallTimeout:
                 if not call.interrupts:  # of the environment's own
                     raise
-                raise CallTimeout(
-                    f"an async method blocked the event loop for {self.seconds:g} s{_at(call)}; "
+                raise call.too_slow(
+                    "an async method blocked the event loop for {} s{}; "
                     "await what takes long, or write the method without async"
                 ) from None
             try:
@@ -175,17 +330,17 @@ def run_in_thread(work: Work, new: bool = False) -> None:
         inbox = SimpleQueue() if new else _idle.pop()
     except IndexError:
         new, inbox = True, SimpleQueue()
+
+    def serve() -> None:
+        while True:
+            task = inbox.get()
+            task()
+            del task  # otherwise an idle thread keeps an environment alive
+            _idle.append(inbox)
+
     if new:
-        threading.Thread(target=_serve, args=(inbox,), daemon=True).start()
+        threading.Thread(target=serve, daemon=True).start()
     inbox.put(work)
-
-
-def _serve(inbox: SimpleQueue[Work]) -> None:
-    while True:
-        work = inbox.get()
-        work()
-        del work  # otherwise an idle thread keeps an environment alive
-        _idle.append(inbox)
 
 
 async def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...], seconds: float, new: bool) -> Any:
@@ -202,7 +357,7 @@ async def _call_in_thread(function: Callable[..., Any], args: tuple[Any, ...], s
         with contextlib.suppress(RuntimeError):  # the loop was closed: nothing awaits the result
             loop.call_soon_threadsafe(resolve, value, fault)
 
-    call.expire = lambda: answer(None, _too_slow(call))
+    call.expire = lambda: answer(None, call.too_slow())
 
     def work() -> None:
         value: Any = None
@@ -224,14 +379,6 @@ def _as_runtime_errors() -> Iterator[None]:
         yield
     except UNSAFE_EXCEPTIONS as fault:
         raise RuntimeError(repr(fault)) from None  # with a StopIteration as cause, contextlib would re-raise that
-
-
-def _too_slow(call: WatchedCall) -> CallTimeout:
-    return CallTimeout(f"no answer within {call.seconds:g} s{_at(call)}")
-
-
-def _at(call: WatchedCall) -> str:
-    return f" (at {call.where})" if call.where else ""
 
 
 def call_name(function: Callable[..., Any]) -> str:

@@ -121,3 +121,22 @@ def turn_limit(cls: type[Any]) -> int:
     if isinstance(turns, bool) or not isinstance(turns, Integral) or turns < 1:
         raise SettingError(f"max_turns of {cls.__name__} is {turns!r}; write a whole number of at least 1")
     return int(turns)
+
+
+def tool_fault(tools: Any) -> str:
+    """What is wrong with a list of OpenAI tool schemas; empty if nothing is."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        return f"tools is a {type(tools).__name__}; it must be a list of OpenAI tool schemas"
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping):
+            return f"a tool is {tool!r:.60}; write {{'type': 'function', 'function': {{...}}}}"
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not name.isidentifier():
+            return f"a tool has the name {name!r}; it must be a plain word"
+        if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+            return f"parameters of tool {name!r} must be a JSON schema of type 'object'"
+        unknown = set(parameters.get("required", ())) - set(parameters.get("properties", ()))
+        if unknown:
+            return f"tool {name!r} requires {sorted(unknown)}, which are not among its properties"
+    return ""

@@ -18,7 +18,7 @@ from turnwise.core.records import Message
 from turnwise.environments.base import WrappedEnvironment
 from turnwise.environments.builtin.keydoor import KeyDoor
 from turnwise.environments.builtin.lookup import Lookup
-from turnwise.environments.equivalence import check_rule, equivalent
+from turnwise.environments.demonstrated import check_rule, equivalent
 from turnwise.errors import SettingError
 
 
@@ -26,7 +26,7 @@ class ExpertTurns(WrappedEnvironment):
     """Put before an environment with an ``oracle`` and a plain ``step``: ``class KeyDoorTurns(ExpertTurns, KeyDoor)``.
 
     ``demonstrations``: how many there are; a seed chooses one of them and one of its turns. ``rule`` and ``likeness``: which turn
-    is as good as the expert's (``environments/equivalence.py``)."""
+    is as good as the expert's (``environments/demonstrated.py``)."""
 
     expert_turns: ClassVar[bool] = True
     carried: ClassVar[tuple[str, ...]] = ("turn_index",)

@@ -18,7 +18,8 @@ import itertools
 import json
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from turnwise.core.protocols import Action, Step
@@ -36,24 +37,11 @@ REPEATED = ("reset", "step", "restore", "scripted_action")  # what changes the s
 COMPARED = ("messages", "reward", "terminated", "truncated")
 
 
-class EnvironmentHost(Protocol):
-    """Plays episodes elsewhere: a process of this machine, or an actor of a cluster."""
-
-    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Entered when the host takes another call."""
-        ...
-
-    async def request(self, request: dict[str, Any]) -> dict[str, Any]: ...
-
-    @property
-    def ended(self) -> str: ...
-
-
 class HostPool(Protocol):
-    """Gives episodes a place. ``alone``: one that no other episode has, where that can be had. ``moves``: how often an episode
-    that lost its place gets another one."""
+    """Gives episodes a place: a process of this machine, or an actor of a cluster, which has ``turn``, ``request`` and ``ended``
+    of ``EnvironmentProcess``. ``alone``: one that no other episode has, where that can be had."""
 
-    moves: int
+    moves: int  # how often an episode that lost its place gets another one
 
     async def place(self, name: str, alone: bool) -> Any: ...
 
@@ -124,6 +112,16 @@ moved: deque[str] = deque(maxlen=1000)
 """Why episodes of this process moved, for whoever tells it."""
 
 
+def _asked(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method that the environment in the other process answers."""
+
+    async def ask(self: IsolatedEnvironment, *args: Any) -> Any:
+        return await self._ask(method, *args)
+
+    ask.__qualname__ = f"IsolatedEnvironment.{method}"  # a call that takes long is listed by this name
+    return ask
+
+
 class IsolatedEnvironment:
     """One episode in another process, as an environment: ``IsolatedEnvironment("shop:Shop", {"difficulty": 1}, seconds=30)``."""
 
@@ -157,24 +155,9 @@ class IsolatedEnvironment:
         if self.moves == before:
             return step
         facts = {**dict(step.info.get("facts", {})), "process_deaths": float(self.moves - before)}
-        return Step(
-            step.messages, step.reward, step.terminated, step.truncated, {**step.info, "facts": facts}, step.context
-        )
+        return replace(step, info={**step.info, "facts": facts})
 
-    async def state_key(self) -> Any:
-        return await self._ask("state_key")
-
-    async def snapshot(self) -> Any:
-        return await self._ask("snapshot")
-
-    async def restore(self, snapshot: Any) -> None:
-        await self._ask("restore", snapshot)
-
-    async def answer(self) -> Any:
-        return await self._ask("answer")
-
-    async def hint(self) -> Any:
-        return await self._ask("hint")
+    state_key, snapshot, restore, answer, hint = map(_asked, ("state_key", "snapshot", "restore", "answer", "hint"))
 
     async def scripted_action(self, policy: str, seed: int) -> Action:
         """The next action of the environment's ``oracle``, ``random_action`` or ``demonstrate``."""
@@ -199,20 +182,16 @@ class IsolatedEnvironment:
                 value = await self._call(self._host, method, list(args))
                 break
             except HostLost as lost:
-                self._leave(lost)
+                if self._host is not None:
+                    self.pool.leave(self._host)
+                self._host, self._suspect = None, self._suspect or lost.suspect
+                if self.moves >= self.pool.moves:
+                    raise EnvironmentFault(f"{lost}; it was tried {self.moves + 1} times") from None
+                self.moves += 1
+                moved.append(str(lost))
         if method in REPEATED:
             self._calls.append((method, list(args), _digest(value)))
         return value
-
-    def _leave(self, lost: HostLost) -> None:
-        """Give up the process that died. Raises where the episode has moved often enough."""
-        if self._host is not None:
-            self.pool.leave(self._host)
-        self._host, self._suspect = None, self._suspect or lost.suspect
-        if self.moves >= self.pool.moves:
-            raise EnvironmentFault(f"{lost}; it was tried {self.moves + 1} times") from None
-        self.moves += 1
-        moved.append(str(lost))
 
     async def _open(self) -> None:
         """Make the environment in a process, and repeat there what was done so far."""
@@ -224,7 +203,7 @@ class IsolatedEnvironment:
                     f"its process died, and the environment is not deterministic: {method} replied otherwise when it was repeated"
                 )
 
-    async def _call(self, host: EnvironmentHost, method: str, args: list[Any]) -> Any:
+    async def _call(self, host: Any, method: str, args: list[Any]) -> Any:
         request = {"episode": self._key, "method": method, "args": args, "seconds": INNER_LIMIT * self.seconds}
         async with host.turn():
             reply = await with_timeout(host.request(request), self.seconds)

@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise import environments
 from turnwise.config.named_object import import_from_current_folder
-from turnwise.core.protocols import Action, Step, ToolCall
+from turnwise.core.protocols import Action, ToolCall
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import EnvironmentFault
@@ -40,17 +40,6 @@ def encode_action(action: Action) -> dict[str, Any]:
 
 def decode_action(data: dict[str, Any]) -> Action:
     return Action(data["text"], tuple(ToolCall(**call) for call in data["calls"]), tuple(data["faults"]))
-
-
-def encode_step(step: Step) -> dict[str, Any]:
-    return {
-        "messages": list(step.messages),
-        "reward": float(step.reward),
-        "terminated": bool(step.terminated),
-        "truncated": bool(step.truncated),
-        "info": dict(step.info),
-        "context": None if step.context is None else list(step.context),
-    }
 
 
 def plain(value: Any) -> Any:
@@ -89,31 +78,35 @@ class EpisodeWorker:
         if method == "close":
             self.episodes.pop(episode), self.rngs.pop(episode, None)
         if method == "scripted_action":
-            return self._act(env, episode, *args)
+            policy, seed = args
+            rng = self.rngs.setdefault(episode, random.Random(seed))  # its random numbers belong to the episode
+            return encode_action(getattr(env, policy)(*(() if policy == "oracle" else (rng,))))
         function = getattr(env, method, None)
         if function is None:
             return None
         args = [decode_action(args[0])] if method == "step" else args
-        value = await call_environment(
-            function, *args, seconds=seconds, inline=bool(getattr(type(env), "inline", False))
-        )
+        inline = bool(getattr(type(env), "inline", False))
+        value = await call_environment(function, *args, seconds=seconds, inline=inline)
         if method == "reset":
             return {"messages": read_messages(value, "reset"), "tools": list(getattr(env, "tools", ()))}
-        return encode_step(read_step(value)) if method == "step" else value
-
-    def _act(self, env: Any, episode: str, policy: str, seed: int) -> dict[str, Any]:
-        """The next action of a scripted policy; its random numbers belong to the episode."""
-        rng = self.rngs.setdefault(episode, random.Random(seed))
-        action: Action = getattr(env, policy)(*(() if policy == "oracle" else (rng,)))
-        return encode_action(action)
+        if method != "step":
+            return value
+        step = read_step(value)
+        return {
+            "messages": list(step.messages),
+            "reward": float(step.reward),
+            "terminated": bool(step.terminated),
+            "truncated": bool(step.truncated),
+            "info": dict(step.info),
+            "context": None if step.context is None else list(step.context),
+        }
 
 
 def main(descriptor: int, name: str) -> None:
     end_with_parent()
     import_from_current_folder()
-    with contextlib.suppress(
-        Exception
-    ):  # an import may take long and counts for no call; the first episode reports a fault
+    # an import may take long and counts for no call; the first episode reports a fault
+    with contextlib.suppress(Exception):
         environments.load(name)
     worker = EpisodeWorker()
 

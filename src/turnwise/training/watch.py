@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from turnwise.core.protocols import Listener
+from turnwise.environments.calls import WATCHDOG, WatchedCall, describe_line, line_awaited, line_of
 from turnwise.environments.isolated import moved
-from turnwise.environments.watchdog import WATCHDOG, WatchedCall, describe_line, line_awaited, line_of
 from turnwise.observe.profile import patched_attribute, wrapped_call
 from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import RunStopped

@@ -2,9 +2,8 @@
 
 The policy edits its own context: ``keep`` replaces all pages read so far by notes in its own words, ``drop`` forgets the oldest
 pages. Without edits the context overflows, and the episode has failed. ``editing=false`` offers no tools: then only the setting
-``history``, a fixed window, makes room. The reward is the share of the marked names that the answer gives, in any order.
-
-Does not know how long the context is.
+``history``, a fixed window, makes room. The reward is the share of the marked names that the answer gives, in any order. Does
+not know how long the context is.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from turnwise.core.protocols import Action, Step
+from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
 from turnwise.environments.base import (
     LimitedEpisode,
@@ -23,9 +22,55 @@ from turnwise.environments.base import (
     sample_problem,
     text_action,
     tool_action,
+    tool_schema,
     user_message,
 )
-from turnwise.environments.context_editing import EDITING_TOOLS, ContextEditor, EditRefused
+
+MAX_NOTES = 400  # characters
+EDITING_TOOLS = (
+    tool_schema("keep", "forget everything but the task and these notes", notes="string"),
+    tool_schema("drop", "forget the oldest turns", turns="integer"),
+)
+
+
+class EditRefused(Exception):
+    """An edit that cannot be made; the words are the tool's reply."""
+
+
+@dataclass
+class ContextEditor:
+    """What the policy reads: the task, its notes, and the exchanges since."""
+
+    task: list[Message]
+    max_notes: int = MAX_NOTES
+    notes: str = ""
+    exchanges: list[list[Message]] = field(default_factory=list)  # each a turn and the reply to it
+
+    def record(self, action: Action, reply: Sequence[Message]) -> None:
+        """Add an exchange that is no edit."""
+        self.exchanges.append([action.message, *reply])
+
+    @property
+    def context(self) -> list[Message]:
+        """The messages that an edit leaves."""
+        notes = [user_message(f"notes: {self.notes}")] if self.notes else []
+        return [*self.task, *notes, *(message for exchange in self.exchanges for message in exchange)]
+
+    def apply(self, call: ToolCall) -> list[Message]:
+        """Make the edit of a call; the new context, to which the environment adds its reply."""
+        notes, turns = call.arguments.get("notes"), call.arguments.get("turns")
+        if call.name == "keep":
+            if not isinstance(notes, str) or not notes.strip() or len(notes) > self.max_notes:
+                raise EditRefused(f"error: notes must be a text of at most {self.max_notes} characters")
+            self.notes, self.exchanges = " ".join(notes.split()), []
+        elif call.name == "drop":
+            if not isinstance(turns, int) or isinstance(turns, bool) or not 1 <= turns <= len(self.exchanges):
+                raise EditRefused(f"error: turns must be a number from 1 to {len(self.exchanges)}")
+            self.exchanges = self.exchanges[turns:]
+        else:
+            raise EditRefused(f"error: no tool {call.name[:40]}")
+        return self.context
+
 
 PAGES = {1: 4, 2: 6, 3: 8}  # by difficulty
 ENTRIES = 2  # on a page

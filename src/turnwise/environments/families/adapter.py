@@ -6,11 +6,12 @@ Knows no package.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import random
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.core.protocols import Action, Step
@@ -83,6 +84,16 @@ def listed(actions: Sequence[str]) -> str:
     return " | ".join(actions[:LISTED]) + more
 
 
+@contextlib.contextmanager
+def refusing(member: str, faults: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """What a package has against a member or its options, as a refusal."""
+    try:
+        yield
+    except faults as fault:
+        words = " ".join(str(fault).split()) or type(fault).__name__
+        raise SettingError(f"{member} cannot be made: {words[:300]}") from fault
+
+
 class WordWorld(LimitedEpisode):
     """A world in which an action is one of the texts in ``legal()``. Any other text is answered with the legal ones and costs a
     turn."""
@@ -101,8 +112,7 @@ class WordWorld(LimitedEpisode):
 
     def refuse(self) -> Step:
         """The answer to a text that is no action."""
-        text = f"that is no action. write one of: {listed(self.legal())}"
-        return Step([user_message(text)], info={"tool_errors": 1})
+        return Step([user_message(f"that is no action. write one of: {listed(self.legal())}")], info={"tool_errors": 1})
 
     def random_action(self, rng: random.Random) -> Action:
         return text_action(rng.choice(list(self.legal())))

@@ -24,7 +24,14 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, LimitedEpisode, call_action, split_by_content, tool_message
+from turnwise.environments.base import (
+    Environment,
+    LimitedEpisode,
+    call_action,
+    listed_task,
+    split_by_content,
+    tool_message,
+)
 from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
 
 FILES = "BFCL_v4_{}.json"
@@ -44,13 +51,9 @@ class CallEnvironment(Environment):
     entry: Entry
 
     def reset(self, seed: int) -> Sequence[Message]:
-        self.choose(seed)
+        self.entry = listed_task(self.entries, self.split, seed)
         self.tools = tuple(tool_schema(function) for function in self.entry["function"])
         return list(self.entry["question"][0])
-
-    def choose(self, seed: int) -> None:
-        entries = self.entries[self.split]
-        self.entry = entries[seed % len(entries)]
 
     def step(self, action: Action) -> Step:
         right = not action.faults and calls_match(action.calls, self.entry.get("ground_truth", []))
@@ -82,9 +85,13 @@ class ProgramEnvironment(LimitedEpisode, CallEnvironment):
     planned: list[ToolCall]  # what the oracle has left to call in this request
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.choose(seed)
-        self.programs, self.request, self.calls = start_programs(self.entry), 0, 0
-        self.tools = tuple(tool_schema(function) for function in program_functions(self.entry))
+        self.entry = entry = listed_task(self.entries, self.split, seed)
+        self.programs, self.request, self.calls = start_programs(entry), 0, 0
+        backends = importlib.import_module("bfcl_eval.constants.executable_backend_config")
+        folder, documents = data_folder() / "multi_turn_func_doc", backends.MULTI_TURN_FUNC_DOC_FILE_MAPPING
+        functions = [f for name in entry["involved_classes"] for f in read_lines(folder / documents[name])]
+        excluded = entry.get("excluded_function", ())
+        self.tools = tuple(tool_schema(function) for function in functions if function["name"] not in excluded)
         self.planned = self._reference(0)
         return list(self.entry["question"][0])
 
@@ -104,18 +111,15 @@ class ProgramEnvironment(LimitedEpisode, CallEnvironment):
         if self.request < len(self.entry["question"]):
             self.planned = self._reference(self.request)
             return Step(list(self.entry["question"][self.request]), info=counts)
-        right = states(self.programs) == self._reference_states()
+        reference = start_programs(self.entry)  # what the reference calls leave
+        for request in range(len(self.entry["question"])):
+            for call in self._reference(request):
+                run_call(reference, call)
+        right = states(self.programs) == states(reference)
         return Step([], float(right), terminated=True, info=counts | {"success": right})
 
     def _reference(self, request: int) -> list[ToolCall]:
         return [parse_call(text, self.programs) for text in self.entry["ground_truth"][request]]
-
-    def _reference_states(self) -> dict[str, Any]:
-        programs = start_programs(self.entry)
-        for request in range(len(self.entry["question"])):
-            for call in self._reference(request):
-                run_call(programs, call)
-        return states(programs)
 
     def oracle(self) -> Action:
         return call_action(self.planned[0]) if self.planned else Action("done")
@@ -234,14 +238,6 @@ def parse_call(text: str, programs: Mapping[str, Any]) -> ToolCall:
     names = list(inspect.signature(getattr(owner, name)).parameters)
     arguments = {names[n]: ast.literal_eval(value) for n, value in enumerate(node.args)}
     return ToolCall(name, {**arguments, **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}})
-
-
-def program_functions(entry: Entry) -> list[dict[str, Any]]:
-    """The descriptions of the functions that an entry offers."""
-    backends = importlib.import_module("bfcl_eval.constants.executable_backend_config")
-    folder, documents = data_folder() / "multi_turn_func_doc", backends.MULTI_TURN_FUNC_DOC_FILE_MAPPING
-    functions = [f for name in entry["involved_classes"] for f in read_lines(folder / documents[name])]
-    return [f for f in functions if f["name"] not in entry.get("excluded_function", ())]
 
 
 # ------------------------------------------------------------------- files

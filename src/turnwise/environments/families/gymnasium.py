@@ -11,22 +11,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Step
 from turnwise.core.records import Message
 from turnwise.environments.base import user_message
-from turnwise.environments.families.adapter import (
-    WordWorld,
-    import_package,
-    listed,
-    member_class,
-    require_offered,
-    split_options,
-    world_seed,
-)
+from turnwise.environments.families import adapter
+from turnwise.environments.families.adapter import WordWorld
 from turnwise.errors import SettingError
 
 NAMES = {  # actions in the order of the package
@@ -56,8 +49,8 @@ class GymnasiumEnvironment(WordWorld):
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.world, self.total = type(self).make(), 0.0
-        observation, _ = self.world.reset(seed=world_seed(seed, self.split))
-        return [user_message(f"{self._view(observation)}\nsay {listed(self.words)}")]
+        observation, _ = self.world.reset(seed=adapter.world_seed(seed, self.split))
+        return [user_message(f"{self._view(observation)}\nsay {adapter.listed(self.words)}")]
 
     def legal(self) -> Sequence[str]:
         return self.words
@@ -80,6 +73,17 @@ class GymnasiumEnvironment(WordWorld):
         self.world.close()
 
 
+def maker(gymnasium: Any, name: str, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """A function that returns a new world, without the warnings that the package prints for each."""
+
+    def make() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return gymnasium.make(name, disable_env_checker=True, **options)
+
+    return make
+
+
 def in_words(observation: Any) -> str:
     """Numbers of an observation, rounded; a dict by its keys."""
     if isinstance(observation, str):
@@ -96,31 +100,25 @@ def in_words(observation: Any) -> str:
 @cache
 def environment(spec: str) -> type[GymnasiumEnvironment]:
     """The class of an id, with options of the world's constructor."""
-    name, options = split_options("gymnasium", spec)
-    gymnasium = import_package("gymnasium", "gymnasium")
-    require_offered(name, gymnasium.registry, "gymnasium has no world")
+    name, options = adapter.split_options("gymnasium", spec)
+    gymnasium = adapter.import_package("gymnasium", "gymnasium")
+    adapter.require_offered(name, gymnasium.registry, "gymnasium has no world")
     entry = gymnasium.registry[name]
     module, _, attribute = str(entry.entry_point).partition(":")
     try:
-        modes = getattr(import_package(module, "gymnasium"), attribute).metadata.get("render_modes", ())
+        modes = getattr(adapter.import_package(module, "gymnasium"), attribute).metadata.get("render_modes", ())
     except (SettingError, AttributeError):
         modes = ()
     if "ansi" in modes:  # it draws itself as text
         options = {"render_mode": "ansi", **options}
 
-    def make() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return gymnasium.make(name, disable_env_checker=True, **options)
-
-    try:
+    make = maker(gymnasium, name, options)
+    with adapter.refusing(f"gymnasium:{spec}"):  # a missing dependency, or a wrong option
         world = make()
-    except Exception as fault:  # a missing dependency or a wrong option
-        raise SettingError(f"gymnasium:{spec} cannot be made: {str(fault).splitlines()[0]}") from fault
     if not isinstance(world.action_space, gymnasium.spaces.Discrete):
         raise SettingError(f"gymnasium:{name} has the actions {world.action_space}; only discrete ones can be words")
     words, count = NAMES.get(name.split("-")[0], ()), int(world.action_space.n)
-    return member_class(
+    return adapter.member_class(
         "gymnasium", spec, GymnasiumEnvironment, f"{name} of Gymnasium.",
         make=staticmethod(make),
         words=words if len(words) == count else tuple(f"action {n}" for n in range(count)),

@@ -34,6 +34,7 @@ from turnwise.environments.base import (
     HELD_OUT_SHARE,
     LimitedEpisode,
     call_action,
+    listed_task,
     read_json_lines,
     text_action,
     tool_action,
@@ -41,7 +42,7 @@ from turnwise.environments.base import (
     user_message,
 )
 from turnwise.environments.contract import is_finite
-from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
+from turnwise.environments.families import adapter
 from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("tasks", "reward", "reset", "turns")
@@ -70,7 +71,7 @@ class McpServer:
     loop in a thread holds all connections, each in a task of its own."""
 
     def __init__(self, command: str) -> None:
-        self.command = command
+        self.command, (self.program, *self.arguments) = command, shlex.split(command)
         self.loop = _loop(os.getpid())
         self.words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed in close()
         self.session: Any = None
@@ -81,10 +82,9 @@ class McpServer:
 
     async def _connect(self) -> None:
         """Hold the connection until ``close``. The task that opens it closes it."""
-        mcp = import_package("mcp", "mcp")
-        stdio = import_package("mcp.client.stdio", "mcp")
-        program, *arguments = shlex.split(self.command)
-        parameters = mcp.StdioServerParameters(command=program, args=arguments)
+        mcp = adapter.import_package("mcp", "mcp")
+        stdio = adapter.import_package("mcp.client.stdio", "mcp")
+        parameters = mcp.StdioServerParameters(command=self.program, args=self.arguments)
         try:
             connected = stdio.stdio_client(parameters, errlog=self.words)
             async with connected as streams, mcp.ClientSession(*streams) as self.session:
@@ -102,7 +102,7 @@ class McpServer:
         return self._wait(self._call(name, dict(arguments)), f"did not answer {name}")
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        error_type = import_package("mcp.shared.exceptions", "mcp").MCPError
+        error_type = adapter.import_package("mcp.shared.exceptions", "mcp").MCPError
         try:
             result = (await self.session.call_tool(name, arguments)).model_dump(by_alias=True)
         except error_type as refusal:
@@ -153,8 +153,7 @@ class McpEnvironment(LimitedEpisode):
     planned: list[ToolCall]  # what the oracle has left to call
 
     def begin(self, seed: int) -> Sequence[Message]:
-        rows = self.rows[self.split]
-        self.row = rows[seed % len(rows)]
+        self.row = listed_task(self.rows, self.split, seed)
         self.planned = [ToolCall(call["name"], dict(call.get("arguments", {}))) for call in self.row.get("calls", [])]
         try:
             self.server = self.idle.pop()  # atomic
@@ -206,59 +205,12 @@ class McpEnvironment(LimitedEpisode):
         return text_action("done") if rng.random() < 0.5 else tool_action(rng.choice(names))
 
 
-def compare_answer(task: Row, answer: str, call: Any) -> float:
-    """1 where the answer is the row's, whatever its case and spaces."""
-    return float(" ".join(answer.lower().split()) == " ".join(str(task["answer"]).lower().split()))
-
-
 @cache
 def environment(spec: str) -> type[McpEnvironment]:
     """The class of a server's command with its options. Starts the server once, for its list of tools."""
-    import_package("mcp", "mcp")
-    command, options = split_options("mcp", spec, OPTIONS)  # a comma ends the command
-    rows = read_rows(str(options.get("tasks", "")))
-    reward, reset_tool, turns = (
-        str(options.get("reward", "")),
-        str(options.get("reset", "")),
-        options.get("turns", TURNS),
-    )
-    if not reward and not all("answer" in row for row in rows):
-        raise SettingError("mcp:... needs reward=file.py:function, or an answer in every row of its tasks")
-    score = load_object(reward, f"reward {reward!r} of mcp:...", callable, "function") if reward else compare_answer
-    if not isinstance(turns, int) or turns < 1:
-        raise SettingError(f"mcp:...: turns is {turns!r}; write a whole number of at least 1")
-    try:
-        if not shlex.split(command):
-            raise ValueError("it is empty")
-        server = McpServer(command)
-    except (ValueError, EnvironmentFault) as fault:
-        raise SettingError(f"mcp:{command} cannot be used: {fault}") from fault
-    tools = {tool["name"]: openai_schema(tool) for tool in server.tools}
-    idle = [server] if reset_tool in tools else []
-    if not idle:
-        server.close()
-    if not tools:
-        raise SettingError(f"the MCP server `{command}` lists no tools")
-    if reset_tool:
-        require_offered(reset_tool, tools, "mcp:...: the server has no tool")
-    has_reference = all("calls" in row or "answer" in row for row in rows)
-    return member_class(
-        "mcp", spec, McpEnvironment, f"Tools of the MCP server {command}.",
-        command=command, rows=split_rows(rows), score=staticmethod(score), reset_tool=reset_tool, idle=idle,
-        tools=[schema for name, schema in tools.items() if name != reset_tool], max_turns=turns,
-        **({} if has_reference else {"oracle": LimitedEpisode.oracle}),
-    )  # fmt: skip
-
-
-def openai_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool of an MCP server in the OpenAI form."""
-    parameters = {"properties": {}, **tool["inputSchema"], "type": "object"}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def read_rows(path: str) -> list[Row]:
-    """The rows of a JSON Lines file, each with a prompt."""
+    adapter.import_package("mcp", "mcp")
+    command, options = adapter.split_options("mcp", spec, OPTIONS)  # a comma ends the command
+    path, reward, reset_tool = (str(options.get(key, "")) for key in ("tasks", "reward", "reset"))
     if not path or not Path(path).is_file():
         raise SettingError(f"mcp:... needs tasks=FILE.jsonl with one prompt per line; {path or 'it'} is no file")
     rows: list[Row] = []
@@ -268,7 +220,41 @@ def read_rows(path: str) -> list[Row]:
         rows.append(row)
     if len(rows) < 2:
         raise SettingError(f"{path} holds {len(rows)} tasks; write at least 2: a share of them is held out")
-    return rows
+    if not reward and not all("answer" in row for row in rows):
+        raise SettingError("mcp:... needs reward=file.py:function, or an answer in every row of its tasks")
+
+    def same_answer(task: Row, answer: str, call: Any) -> float:
+        return float(" ".join(answer.lower().split()) == " ".join(str(task["answer"]).lower().split()))
+
+    score = load_object(reward, f"reward {reward!r} of mcp:...", callable, "function") if reward else same_answer
+    turns = options.get("turns", TURNS)
+    if not isinstance(turns, int) or turns < 1:
+        raise SettingError(f"mcp:...: turns is {turns!r}; write a whole number of at least 1")
+    with adapter.refusing(
+        f"mcp:{command}", (ValueError, EnvironmentFault)
+    ):  # no shell reads it, or the server does not start
+        if not shlex.split(command):
+            raise ValueError("it is empty")
+        server = McpServer(command)
+    tools = {}
+    for tool in server.tools:
+        parameters = {"properties": {}, **tool["inputSchema"], "type": "object"}
+        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+        tools[tool["name"]] = {"type": "function", "function": function}
+    idle = [server] if reset_tool in tools else []
+    if not idle:
+        server.close()
+    if not tools:
+        raise SettingError(f"the MCP server `{command}` lists no tools")
+    if reset_tool:
+        adapter.require_offered(reset_tool, tools, "mcp:...: the server has no tool")
+    has_reference = all("calls" in row or "answer" in row for row in rows)
+    return adapter.member_class(
+        "mcp", spec, McpEnvironment, f"Tools of the MCP server {command}.",
+        command=command, rows=split_rows(rows), score=staticmethod(score), reset_tool=reset_tool, idle=idle,
+        tools=[schema for name, schema in tools.items() if name != reset_tool], max_turns=turns,
+        **({} if has_reference else {"oracle": LimitedEpisode.oracle}),
+    )  # fmt: skip
 
 
 def split_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -8,7 +8,6 @@ package's own bot is the oracle of BabyAI missions. The reward is the package's,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -16,15 +15,9 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import text_action, user_message
-from turnwise.environments.families.adapter import (
-    WordWorld,
-    import_package,
-    member_class,
-    require_offered,
-    split_options,
-    world_seed,
-)
-from turnwise.errors import SettingError
+from turnwise.environments.families import adapter
+from turnwise.environments.families.adapter import WordWorld
+from turnwise.environments.families.gymnasium import GymnasiumEnvironment, maker
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")  # in the package's order; "done" is left out
 AGENT = (3, 6)  # its cell in the view; it looks towards row 0
@@ -33,26 +26,22 @@ DOORS = ("open", "closed", "locked")
 SEEN = 6  # objects that an observation lists
 
 
-class MiniGridEnvironment(WordWorld):
+class MiniGridEnvironment(GymnasiumEnvironment):
     """One episode of one world. ``environment`` makes a subclass for each id."""
 
     max_turns = 64
     suggests: ClassVar[Mapping[str, Any]] = {
         "history": 1, "context": 192, "max_tokens": 6, "hidden": 128, "copying": True, "cold_steps": 200, "cold_batch": 24,
     }  # fmt: skip
-    make: ClassVar[Any]  # returns a new world of the package
-    world: Any
+    words = ACTIONS
     bot: Any  # None until the oracle is first asked
     advice: str  # its next action
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.world, self.bot = type(self).make(), None
-        self.observation, _ = self.world.reset(seed=world_seed(seed, self.split))
+        self.observation, _ = self.world.reset(seed=adapter.world_seed(seed, self.split))
         self.max_turns = int(self.world.unwrapped.max_steps)  # some worlds set it for each mission
-        return [user_message(f"{self._view()}\nsay {', '.join(ACTIONS)}")]
-
-    def legal(self) -> Sequence[str]:
-        return ACTIONS
+        return [user_message(f"{self._view(self.observation)}\nsay {', '.join(ACTIONS)}")]
 
     def move(self, word: str) -> Step:
         action = ACTIONS.index(word)
@@ -61,16 +50,13 @@ class MiniGridEnvironment(WordWorld):
         if self.bot is not None and not ended:
             self._plan(action)
         info = {"success": reward > 0} if ended else {}
-        return Step([user_message(self._view())], float(reward), terminated, truncated, info)
+        return Step([user_message(self._view(self.observation))], float(reward), terminated, truncated, info)
 
-    def _view(self) -> str:
-        seen = "; ".join(text for _, text in sorted(visible_objects(self.observation["image"]))[:SEEN])
+    def _view(self, observation: Any) -> str:
+        seen = "; ".join(text for _, text in sorted(visible_objects(observation["image"]))[:SEEN])
         carried = self.world.unwrapped.carrying
         holding = f" you carry the {carried.color} {carried.type}." if carried else ""
-        return f"{self.observation['mission']}.{holding} you see {seen or 'nothing'}."
-
-    def close(self) -> None:
-        self.world.close()
+        return f"{observation['mission']}.{holding} you see {seen or 'nothing'}."
 
     # ---- scripted policies
     def oracle(self) -> Action:
@@ -86,9 +72,8 @@ class MiniGridEnvironment(WordWorld):
             if self.bot is None:
                 self.bot = BabyAIBot(self.world)
             self.advice = ACTIONS[int(self.bot.replan(taken))]
-        except (
-            Exception
-        ):  # the bot asserts that a mission can be solved, and a random action may have made it impossible
+        except Exception:
+            # the bot asserts that a mission can be solved, and a random action may have made it impossible
             self.bot, self.advice = None, "forward"
 
 
@@ -116,28 +101,18 @@ def visible_objects(image: Any) -> list[tuple[int, str]]:
 @cache
 def environment(spec: str) -> type[MiniGridEnvironment]:
     """The class of an id such as ``BabyAI-GoToObj-v0``, with options of its constructor."""
-    name, options = split_options("minigrid", spec)
-    gymnasium = import_package("gymnasium", "minigrid")
-    import_package("minigrid", "minigrid")
-    generator = import_package("minigrid.envs.babyai.core.roomgrid_level", "minigrid")
+    name, options = adapter.split_options("minigrid", spec)
+    gymnasium = adapter.import_package("gymnasium", "minigrid")
+    adapter.import_package("minigrid", "minigrid")
+    generator = adapter.import_package("minigrid.envs.babyai.core.roomgrid_level", "minigrid")
     generator.print = lambda *_: None  # it prints every layout that it rejects
     offered = [key for key, entry in gymnasium.registry.items() if "minigrid" in str(entry.entry_point)]
-    require_offered(name, offered, "minigrid has no world")
-
-    def make() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return gymnasium.make(name, disable_env_checker=True, **options)
-
-    try:
+    adapter.require_offered(name, offered, "minigrid has no world")
+    make = maker(gymnasium, name, options)
+    with adapter.refusing(f"minigrid:{spec}", (TypeError, ValueError)):
         world = make()
         world.reset(seed=0)
-        limit = 2 * int(world.unwrapped.max_steps)
-    except (TypeError, ValueError) as fault:
-        raise SettingError(f"minigrid:{spec} cannot be made: {fault}") from fault
-    # only BabyAI missions have a bot
-    oracle = {} if name.startswith("BabyAI") else {"oracle": WordWorld.oracle}
-    about = f"{name} of minigrid."
-    return member_class(
-        "minigrid", spec, MiniGridEnvironment, about, make=staticmethod(make), max_turns=limit, **oracle
-    )
+    attributes = {"make": staticmethod(make), "max_turns": 2 * int(world.unwrapped.max_steps)}
+    if not name.startswith("BabyAI"):  # only BabyAI missions have a bot
+        attributes["oracle"] = WordWorld.oracle
+    return adapter.member_class("minigrid", spec, MiniGridEnvironment, f"{name} of minigrid.", **attributes)

@@ -28,13 +28,7 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import LimitedEpisode, text_action, user_message
-from turnwise.environments.families.adapter import (
-    import_package,
-    member_class,
-    require_offered,
-    split_options,
-    world_seed,
-)
+from turnwise.environments.families import adapter
 from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("turns", "browser")
@@ -99,7 +93,7 @@ class Browser:
 @cache
 def shared_browser(program: str) -> Browser:
     """The browser of this process; ``program`` names one that is not on the path."""
-    import_package("playwright.sync_api", "miniwob")
+    adapter.import_package("playwright.sync_api", "miniwob")
     path = shutil.which(program) if program else next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         raise SettingError(
@@ -120,7 +114,7 @@ class MiniwobEnvironment(LimitedEpisode):
     elements: list[list[str]]
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.browser.call(lambda browser: self._open(browser, world_seed(seed, self.split)))
+        self.browser.call(lambda browser: self._open(browser, adapter.world_seed(seed, self.split)))
         return [user_message(self.task), user_message(self._view())]
 
     def _open(self, browser: Any, seed: int) -> None:
@@ -186,12 +180,14 @@ class MiniwobEnvironment(LimitedEpisode):
 @cache
 def environment(spec: str) -> type[MiniwobEnvironment]:
     """The class of a task's name."""
-    name, options = split_options("miniwob", spec, OPTIONS)
+    name, options = adapter.split_options("miniwob", spec, OPTIONS)
     folder = pages()
-    require_offered(name, sorted(page.stem for page in folder.glob("*.html")), "MiniWoB++ has no task")
+    adapter.require_offered(name, sorted(page.stem for page in folder.glob("*.html")), "MiniWoB++ has no task")
     browser, turns = shared_browser(str(options.get("browser", ""))), int(options.get("turns", TURNS))
     about, file = f"{name} of MiniWoB++.", folder / f"{name}.html"
-    return member_class("miniwob", spec, MiniwobEnvironment, about, page_file=file, browser=browser, max_turns=turns)
+    return adapter.member_class(
+        "miniwob", spec, MiniwobEnvironment, about, page_file=file, browser=browser, max_turns=turns
+    )
 
 
 def pages() -> Path:

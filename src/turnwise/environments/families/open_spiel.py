@@ -20,16 +20,8 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import AnswerChances, PolicyQuestion, text_action, user_message
-from turnwise.environments.families.adapter import (
-    SeatedGame,
-    WordWorld,
-    clean_word,
-    import_package,
-    listed,
-    member_class,
-    require_offered,
-    split_options,
-)
+from turnwise.environments.families import adapter
+from turnwise.environments.families.adapter import SeatedGame, WordWorld
 from turnwise.errors import SettingError
 
 OPPONENTS = ("self", "random", "optimal")
@@ -150,24 +142,22 @@ def equilibrium(name: str) -> Any:
 @cache
 def environment(spec: str) -> type[GameEnvironment]:
     """The class of a game's short name; ``opponent`` says who holds the other seats, further options are the game's own."""
-    name, options = split_options("open_spiel", spec)
-    pyspiel = import_package("pyspiel", "open_spiel")
+    name, options = adapter.split_options("open_spiel", spec)
+    pyspiel = adapter.import_package("pyspiel", "open_spiel")
     opponent, demonstrator = str(options.pop("opponent", "self")), str(options.pop("demonstrator", "random"))
-    require_offered(opponent, OPPONENTS, f"open_spiel:{name} has no opponent")
+    adapter.require_offered(opponent, OPPONENTS, f"open_spiel:{name} has no opponent")
     if opponent == "optimal" and name not in SOLVED:
         raise SettingError(f"opponent=optimal is there for {', '.join(SOLVED)}; write opponent=random or leave it out")
-    require_offered(demonstrator, DEMONSTRATORS, f"open_spiel:{name} has no demonstrator")
+    adapter.require_offered(demonstrator, DEMONSTRATORS, f"open_spiel:{name} has no demonstrator")
     if demonstrator == "cards" and name != "kuhn_poker":
         raise SettingError(f"demonstrator=cards is there for kuhn_poker, not {name}; leave it out")
-    require_offered(name, pyspiel.registered_names(), "OpenSpiel has no game")
-    try:
+    adapter.require_offered(name, pyspiel.registered_names(), "OpenSpiel has no game")
+    with adapter.refusing(f"open_spiel:{spec}"):  # SpielError, or a missing parameter
         game = pyspiel.load_game(name, options) if options else pyspiel.load_game(name)
-    except Exception as fault:  # SpielError, or a missing parameter
-        raise SettingError(f"open_spiel:{spec} cannot be made: {str(fault).splitlines()[0]}") from fault
     kind, seats = game.get_type(), game.num_players()
     if kind.dynamics != kind.dynamics.SEQUENTIAL or seats < 2:
         raise SettingError(f"open_spiel:{name} is not a game of turns for two or more players; choose another")
-    return member_class(
+    return adapter.member_class(
         "open_spiel", spec, GameEnvironment, f"{name} of OpenSpiel.",
         game=game, opponent=opponent, demonstrator=demonstrator, seats=seats, max_turns=game.max_game_length(),
         agents=tuple(map(GameEnvironment.seat_name, range(seats))) if opponent == "self" else (),
@@ -180,7 +170,7 @@ def environment(spec: str) -> type[GameEnvironment]:
 def legal_words(state: Any) -> list[str]:
     """The legal actions as words, in the order of the game."""
     player = state.current_player()
-    return [clean_word(state.action_to_string(player, action)).rstrip(";") for action in state.legal_actions()]
+    return [adapter.clean_word(state.action_to_string(player, action)).rstrip(";") for action in state.legal_actions()]
 
 
 def prompt(state: Any) -> str:
@@ -196,7 +186,7 @@ def prompt(state: Any) -> str:
         knowledge = " ".join(state.information_state_string(player).split())
     else:
         knowledge = " ".join(str(state).split())
-    return f"{GameEnvironment.seat_name(player)}: {knowledge}\nsay {listed(legal_words(state))}"
+    return f"{GameEnvironment.seat_name(player)}: {knowledge}\nsay {adapter.listed(legal_words(state))}"
 
 
 # ------------------------------------------------------------------ exact numbers by enumeration

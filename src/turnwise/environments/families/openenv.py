@@ -57,8 +57,16 @@ class OpenEnvEnvironment(LimitedEpisode):
         return [user_message(f"{self.goal}\n{text}" if self.goal else text)]
 
     def act(self, action: Action) -> Step:
-        values = self._read(action)
-        answer = values if isinstance(values, str) else self._ask("step", values)
+        field = text_field(self.action_schema)
+        call = action.calls[0] if action.calls else None
+        if action.faults:
+            answer: dict[str, Any] | str = action.faults[0]
+        elif call and call.name != "act":
+            answer = f"there is no tool {call.name[:40]!r}; call act"
+        elif call or field:
+            answer = self._ask("step", call.arguments if call else {field: action.text})
+        else:
+            answer = "call the tool act"
         if isinstance(answer, str):
             return Step([user_message(f"error: {answer[:400]}")], info={"tool_errors": 1})
         reward = float(answer.get("reward") or 0.0)
@@ -71,16 +79,6 @@ class OpenEnvEnvironment(LimitedEpisode):
 
     def succeeded(self) -> bool:
         return self.total > 0 if self.success_at is None else self.total >= self.success_at
-
-    def _read(self, action: Action) -> dict[str, Any] | str:
-        """The action as the server reads it, or what is wrong with it."""
-        field = text_field(self.action_schema)
-        if action.faults:
-            return action.faults[0]
-        if action.calls:
-            call = action.calls[0]
-            return dict(call.arguments) if call.name == "act" else f"there is no tool {call.name[:40]!r}; call act"
-        return {field: action.text} if field else "call the tool act"
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any] | str:
         """The data of the server's answer; the words of an error that the policy can mend."""
@@ -99,7 +97,20 @@ class OpenEnvEnvironment(LimitedEpisode):
         return content
 
     def random_action(self, rng: random.Random) -> Action:
-        values = {name: sample(rule, rng) for name, rule in fields(self.action_schema).items()}
+        def sample(rule: Mapping[str, Any]) -> Any:
+            if "enum" in rule:
+                return rng.choice(list(rule["enum"]))
+            low = int(rule.get("minimum", 0))
+            kinds: dict[str, Callable[[], Any]] = {
+                "integer": lambda: rng.randint(low, int(rule.get("maximum", low + 9))),
+                "number": lambda: low + rng.random(),
+                "boolean": lambda: rng.random() < 0.5,
+                "array": list,
+                "object": dict,
+            }
+            return kinds.get(str(rule.get("type")), lambda: rng.choice(["hello", "1", "look"]))()
+
+        values = {name: sample(rule) for name, rule in fields(self.action_schema).items()}
         field = text_field(self.action_schema)
         return text_action(str(values[field])) if field else tool_action("act", **values)
 
@@ -122,21 +133,6 @@ def text_field(schema: Mapping[str, Any]) -> str:
     return only if len(names) == 1 and names[only].get("type") == "string" and "enum" not in names[only] else ""
 
 
-def sample(rule: Mapping[str, Any], rng: random.Random) -> Any:
-    """Any value of a schema."""
-    if "enum" in rule:
-        return rng.choice(list(rule["enum"]))
-    low = int(rule.get("minimum", 0))
-    kinds: dict[str, Callable[[], Any]] = {
-        "integer": lambda: rng.randint(low, int(rule.get("maximum", low + 9))),
-        "number": lambda: low + rng.random(),
-        "boolean": lambda: rng.random() < 0.5,
-        "array": list,
-        "object": dict,
-    }
-    return kinds.get(str(rule.get("type")), lambda: rng.choice(["hello", "1", "look"]))()
-
-
 def tell(observation: Mapping[str, Any]) -> str:
     """An observation as text."""
     values = {name: value for name, value in observation.items() if name not in OWN_FIELDS}
@@ -145,15 +141,6 @@ def tell(observation: Mapping[str, Any]) -> str:
         return str(texts[0])[:MAX_TEXT]
     words = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items())
     return "\n".join(words)[:MAX_TEXT]
-
-
-def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool by which the policy acts."""
-    required = [name for name in schema.get("required", ()) if name not in OWN_FIELDS]
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    parameters = {"type": "object", "properties": fields(schema), "required": required, **shared}
-    description = str(schema.get("description", "act in the world")).strip().splitlines()[0]
-    return {"type": "function", "function": {"name": "act", "description": description, "parameters": parameters}}
 
 
 @cache
@@ -166,9 +153,17 @@ def environment(spec: str) -> type[OpenEnvEnvironment]:
         raise SettingError(f"openenv:{url} is no address; write openenv:http://HOST:PORT")
     seconds, success = float(options.get("seconds", SECONDS)), options.get("success")
     schema = action_schema(url, seconds)
+    parameters = {
+        "type": "object",
+        "properties": fields(schema),
+        "required": [name for name in schema.get("required", ()) if name not in OWN_FIELDS],
+        **({"$defs": schema["$defs"]} if "$defs" in schema else {}),  # what the fields refer to
+    }
+    description = str(schema.get("description", "act in the world")).strip().splitlines()[0]
+    tool = {"type": "function", "function": {"name": "act", "description": description, "parameters": parameters}}
     return member_class(
         "openenv", spec, OpenEnvEnvironment, f"The environment of the OpenEnv server {url}.",
-        url=url, action_schema=schema, tools=() if text_field(schema) else (act_tool(schema),),
+        url=url, action_schema=schema, tools=() if text_field(schema) else (tool,),
         max_turns=int(options.get("turns", TURNS)), seconds=seconds, goal=str(options.get("goal", "")),
         success_at=None if success is None else float(success),
     )  # fmt: skip

@@ -13,46 +13,34 @@ from __future__ import annotations
 import atexit
 import random
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import LimitedEpisode, text_action, user_message
+from turnwise.environments.base import LimitedEpisode, listed_task, text_action, user_message
 from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
 from turnwise.errors import SettingError
 
 TURNS = 60
+IDLE: list[Any] = []  # simulators that no episode uses, each a Java process; append and pop are atomic
 ASIDES = ("look around", "inventory", "task", "wait1")  # what a demonstrator does beside the gold path
 
 
-class Simulators:
-    """Simulators that no episode uses. Each is a Java process."""
+@atexit.register
+def close_idle() -> None:
+    """End the idle simulators, while the interpreter still can."""
+    while IDLE:
+        IDLE.pop().close()
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.idle: list[Any] = []
-        atexit.register(self.close)
 
-    def take(self) -> Any:
-        with self.lock:
-            if self.idle:
-                return self.idle.pop()
+def take_simulator() -> Any:
+    """An idle simulator, or a new one."""
+    try:
+        return IDLE.pop()
+    except IndexError:
         return import_package("scienceworld", "scienceworld").ScienceWorldEnv("", envStepLimit=10 * TURNS)
-
-    def give_back(self, simulator: Any) -> None:
-        with self.lock:
-            self.idle.append(simulator)
-
-    def close(self) -> None:
-        """End the idle processes, while the interpreter still can."""
-        while self.idle:
-            self.idle.pop().close()
-
-
-SIMULATORS = Simulators()
 
 
 class ScienceWorldEnvironment(LimitedEpisode):
@@ -69,9 +57,8 @@ class ScienceWorldEnvironment(LimitedEpisode):
     path: list[str]  # what is left of the gold path
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.simulator = SIMULATORS.take()
-        variations = self.variations[self.split]
-        self.simulator.load(self.task, variations[seed % len(variations)], self.simplification, generateGoldPath=True)
+        self.simulator, variation = take_simulator(), listed_task(self.variations, self.split, seed)
+        self.simulator.load(self.task, variation, self.simplification, generateGoldPath=True)
         observation, info = self.simulator.reset()
         self.score, self.path = 0.0, list(self.simulator.get_gold_action_sequence())
         return [user_message(f"{info['taskDesc'].strip()}\n{observation.strip()}")]
@@ -90,7 +77,7 @@ class ScienceWorldEnvironment(LimitedEpisode):
 
     def close(self) -> None:
         if self.simulator is not None:
-            SIMULATORS.give_back(self.simulator)
+            IDLE.append(self.simulator)
             self.simulator = None
 
     # ---- scripted policies
@@ -108,12 +95,12 @@ def environment(spec: str) -> type[ScienceWorldEnvironment]:
     simplification = str(options.get("simplification", "easy"))
     if shutil.which("java") is None:
         raise SettingError("scienceworld:... needs Java (a program `java`); install a Java runtime, version 8 or later")
-    simulator = SIMULATORS.take()
+    simulator = take_simulator()
     try:
         require_offered(name, list(simulator.get_task_names()), "ScienceWorld has no task")
         simulator.load(name, 0, simplification, generateGoldPath=False)
         variations = {"train": simulator.get_variations_train(), "held_out": simulator.get_variations_test()}
     finally:
-        SIMULATORS.give_back(simulator)
+        IDLE.append(simulator)
     about, task = f"{name} of ScienceWorld.", {"task": name, "simplification": simplification, "variations": variations}
     return member_class("scienceworld", spec, ScienceWorldEnvironment, about, **task)

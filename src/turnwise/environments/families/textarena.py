@@ -18,13 +18,8 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import text_action, user_message
-from turnwise.environments.families.adapter import (
-    SeatedGame,
-    import_package,
-    member_class,
-    require_offered,
-    split_options,
-)
+from turnwise.environments.families import adapter
+from turnwise.environments.families.adapter import SeatedGame
 from turnwise.errors import SettingError
 
 OPPONENTS = ("self", "random")
@@ -102,20 +97,25 @@ def legal_moves(observation: str) -> list[str]:
 @cache
 def environment(spec: str) -> type[TextArenaEnvironment]:
     """The class of an id; ``players`` where the game allows several numbers, ``opponent=random`` where it lists its moves."""
-    name, options = split_options("textarena", spec)
-    textarena = import_package("textarena", "textarena")
-    require_offered(name, list(textarena.envs.registration.ENV_REGISTRY), "TextArena has no game")
+    name, options = adapter.split_options("textarena", spec)
+    textarena = adapter.import_package("textarena", "textarena")
+    adapter.require_offered(name, list(textarena.envs.registration.ENV_REGISTRY), "TextArena has no game")
     opponent, players = str(options.pop("opponent", "self")), options.pop("players", None)
-    require_offered(opponent, OPPONENTS, f"textarena:{name} has no opponent")
+    adapter.require_offered(opponent, OPPONENTS, f"textarena:{name} has no opponent")
 
     def make() -> Any:
         return textarena.make(name, **options)
 
-    try:
-        seats, first = _first_observation(make, players)
-    except Exception as fault:  # a word list that cannot be downloaded, a wrong option
-        words = " ".join(str(fault).split()) or type(fault).__name__
-        raise SettingError(f"textarena:{spec} cannot be made: {words[:300]}") from fault
+    with adapter.refusing(f"textarena:{spec}"):  # a word list that cannot be downloaded, a wrong option
+        for seats in [players] if players else (1, 2, 3, 4):
+            match = make()
+            try:
+                match.reset(num_players=seats, seed=0)
+                first = str(match.get_observation()[1])
+                break
+            except AssertionError:  # the game is for another number of players
+                if seats == (players or 4):
+                    raise
     base = ListedMovesEnvironment if legal_moves(first) else TextArenaEnvironment
     if opponent == "random" and base is TextArenaEnvironment:
         raise SettingError(
@@ -123,17 +123,6 @@ def environment(spec: str) -> type[TextArenaEnvironment]:
         )
     agents = tuple(map(base.seat_name, range(seats))) if opponent == "self" and seats > 1 else ()
     about, maker = f"{name} of TextArena.", staticmethod(make)
-    return member_class("textarena", spec, base, about, make=maker, seats=seats, opponent=opponent, agents=agents)
-
-
-def _first_observation(make: Any, players: int | None) -> tuple[int, str]:
-    """The number of players that a game takes, and what its first player reads."""
-    fault: Exception | None = None
-    for count in [players] if players else (1, 2, 3, 4):
-        match = make()
-        try:
-            match.reset(num_players=count, seed=0)
-            return count, str(match.get_observation()[1])
-        except AssertionError as wrong_number:
-            fault = wrong_number
-    raise fault or ValueError("no number of players fits")
+    return adapter.member_class(
+        "textarena", spec, base, about, make=maker, seats=seats, opponent=opponent, agents=agents
+    )

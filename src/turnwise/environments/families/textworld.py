@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import SPLITS, LimitedEpisode, text_action, user_message
+from turnwise.environments.base import SPLITS, LimitedEpisode, listed_task, text_action, user_message
 from turnwise.environments.families.adapter import import_package, member_class, split_options
 from turnwise.errors import SettingError
 
@@ -44,10 +44,10 @@ class TextWorldEnvironment(LimitedEpisode):
 
     def begin(self, seed: int) -> Sequence[Message]:
         textworld = import_package("textworld", "textworld")
-        files = self.files[self.split]
+        file = listed_task(self.files, self.split, seed)
         infos = textworld.EnvInfos(admissible_commands=True, policy_commands=True, won=True, lost=True, max_score=True)
         with ONE_CALL:
-            self.game = textworld.start(str(files[seed % len(files)]()), infos)
+            self.game = textworld.start(str(file()), infos)
             self.state = self.game.reset()
         self.score = 0.0
         return [user_message(_readable(self.state.feedback))]
@@ -106,7 +106,15 @@ def environment(spec: str) -> type[TextWorldEnvironment]:
     import_package("textworld", "textworld")
     path = Path(name)
     if name == CUSTOM:
-        files = _generated_files(options)
+        for key, value in options.items():
+            if not isinstance(value, int) or value < 1 + (key == "games"):  # one of the games is held out
+                least = "2: one of them is held out" if key == "games" else "1"
+                raise SettingError(f"textworld:custom: {key} is {value!r}; write a whole number of at least {least}")
+        values = {**OPTIONS, **options}
+        count = values.pop("games")
+        makers: list[Callable[[], Path]] = [partial(generated, number, **values) for number in range(1, count + 1)]
+        held_out = max(1, count // HELD_OUT_SHARE)
+        files = {"train": makers[held_out:], "held_out": makers[:held_out]}
     elif not path.is_file():
         raise SettingError(
             f"there is no game file {name}; write textworld:FILE.z8, or textworld:custom for generated games"
@@ -116,16 +124,3 @@ def environment(spec: str) -> type[TextWorldEnvironment]:
     else:
         files = {split: [lambda: path] for split in SPLITS}
     return member_class("textworld", spec, TextWorldEnvironment, f"TextWorld, {name}.", files=files)
-
-
-def _generated_files(options: Mapping[str, Any]) -> dict[str, list[Callable[[], Path]]]:
-    for key, value in options.items():
-        if not isinstance(value, int) or value < 1:
-            raise SettingError(f"textworld:custom: {key} is {value!r}; write a whole number of at least 1")
-    values = {**OPTIONS, **options}
-    count = values.pop("games")
-    if count < 2:
-        raise SettingError(f"textworld:custom: games is {count}; write at least 2: one of them is held out")
-    makers: list[Callable[[], Path]] = [partial(generated, number, **values) for number in range(1, count + 1)]
-    held_out = max(1, count // HELD_OUT_SHARE)
-    return {"train": makers[held_out:], "held_out": makers[:held_out]}

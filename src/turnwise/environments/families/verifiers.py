@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import Environment, split_by_content, user_message
+from turnwise.environments.base import Environment, listed_task, split_by_content, user_message
 from turnwise.environments.contract import is_finite
-from turnwise.environments.families.adapter import import_package, member_class, split_options
+from turnwise.environments.families.adapter import import_package, member_class, refusing, split_options
 from turnwise.errors import EnvironmentFault, SettingError
 
 OPTIONS = ("tasks", "success")
@@ -39,13 +39,26 @@ class VerifiersEnvironment(Environment):
     prompt: list[Message]
 
     def reset(self, seed: int) -> Sequence[Message]:
-        tasks = self.tasks[self.split]
-        self.task = tasks[seed % len(tasks)]
-        self.prompt = prompt(self.task.data)
+        self.task = listed_task(self.tasks, self.split, seed)
+        data = self.task.data
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        said = [user_message(data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        dumped = [message if isinstance(message, dict) else message.model_dump(exclude_none=True) for message in said]
+        self.prompt = [*system, *dumped]
         return self.prompt
 
     async def step(self, action: Action) -> Step:
-        trace = make_trace(self.task, [*self.prompt, {"role": "assistant", "content": action.text}])
+        # the dialogue as the package's reward functions read it; the last message is the policy's
+        vf, types = importlib.import_module("verifiers.v1"), importlib.import_module("verifiers.v1.types")
+        kinds = {"system": types.SystemMessage, "user": types.UserMessage, "assistant": types.AssistantMessage}
+        messages = [*self.prompt, {"role": "assistant", "content": action.text}]
+        nodes = []
+        for number, message in enumerate(messages):
+            words, last = kinds[message["role"]](content=message["content"]), number == len(messages) - 1
+            nodes.append(vf.MessageNode(parent=number - 1 if number else None, message=words, sampled=last))
+        recorded = vf.TraceTask(type=type(self.task).__name__, data=self.task.data)
+        agent = vf.AgentInfo(config=vf.AgentConfig())
+        trace = vf.Trace(task=recorded, agent=agent, nodes=nodes, is_completed=True, ok=True)
         await self.task.score(trace)
         if not is_finite(trace.reward):
             raise EnvironmentFault(f"the rewards of {type(self.task).__name__} add up to {trace.reward!r}")
@@ -54,49 +67,19 @@ class VerifiersEnvironment(Environment):
         return Step([], float(trace.reward), terminated=True, info=info)
 
 
-def prompt(data: Any) -> list[Message]:
-    """The first messages of a task."""
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    if isinstance(data.prompt, str):
-        return [*system, user_message(data.prompt)]
-    return [*system, *(message.model_dump(exclude_none=True) for message in data.prompt)]
-
-
-def make_trace(task: Any, messages: Sequence[Message]) -> Any:
-    """The dialogue as the package's reward functions read it; the last message is the policy's."""
-    vf, types = importlib.import_module("verifiers.v1"), importlib.import_module("verifiers.v1.types")
-    kinds = {"system": types.SystemMessage, "user": types.UserMessage, "assistant": types.AssistantMessage}
-    nodes = []
-    for number, message in enumerate(messages):
-        words = kinds[message["role"]](content=message["content"])
-        last = number == len(messages) - 1
-        nodes.append(vf.MessageNode(parent=number - 1 if number else None, message=words, sampled=last))
-    recorded = vf.TraceTask(type=type(task).__name__, data=task.data)
-    return vf.Trace(task=recorded, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)
-
-
 @cache
 def environment(spec: str) -> type[VerifiersEnvironment]:
     """The class of a taskset's name."""
     name, options = split_options("verifiers", spec, OPTIONS)
     vf = import_package("verifiers.v1", "verifiers")
     loaders, generic = (importlib.import_module(f"verifiers.v1.utils.{part}") for part in ("loaders", "generic"))
-    try:
+    with refusing(f"verifiers:{name}"):  # not installed, no taskset inside, or its data cannot be had
         kind = loaders.taskset_class(name)
         config = generic.concrete_type(kind, vf.TasksetConfig) or vf.TasksetConfig
         tasks = list(islice(kind(config(id=name)), int(options.get("tasks", TASKS))))
-    except Exception as fault:  # not installed, no taskset inside, or its data cannot be had
-        raise SettingError(f"verifiers:{name} cannot be loaded: {str(fault).splitlines()[0][:200]}") from fault
     if not tasks:
         raise SettingError(f"verifiers:{name} has no tasks")
-    check_task(name, tasks[0])
-    splits, success = split_by_content(tasks, lambda task: str(task.key)), float(options.get("success", 1.0))
-    about = f"The taskset {name} of verifiers."
-    return member_class("verifiers", spec, VerifiersEnvironment, about, tasks=splits, success_at=success)
-
-
-def check_task(name: str, task: Any) -> None:
-    """Refuse tasks that one answer does not settle."""
+    task, reason = tasks[0], ""  # what one answer does not settle is refused
     if task.toolsets(task.config):
         reason = "starts tool servers"
     elif task.data.prompt is None:
@@ -105,6 +88,10 @@ def check_task(name: str, task: Any) -> None:
         reason = "scores in a sandbox"
     elif not task.hooks("reward"):
         reason = "has no reward function"
-    else:
-        return
-    raise SettingError(f"verifiers:{name} {reason}, which this adapter does not do; let it call `turnwise endpoint`")
+    if reason:
+        raise SettingError(
+            f"verifiers:{name} {reason}, which this adapter does not do; let it call `turnwise endpoint`"
+        )
+    splits, success = split_by_content(tasks, lambda task: str(task.key)), float(options.get("success", 1.0))
+    about = f"The taskset {name} of verifiers."
+    return member_class("verifiers", spec, VerifiersEnvironment, about, tasks=splits, success_at=success)

@@ -12,7 +12,7 @@ from turnwise.core.protocols import Action
 from turnwise.core.records import Message
 from turnwise.environments import settings
 from turnwise.environments.calls import call_environment, call_here, with_timeout
-from turnwise.environments.checker.driver import DriverLoop
+from turnwise.environments.checker.check import DriverLoop
 from turnwise.environments.contract import DEFAULT_TURNS, read_messages, read_step
 
 SECONDS = 10.0  # limit of one call
