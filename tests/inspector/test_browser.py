@@ -15,7 +15,7 @@ import pytest
 import turnwise
 from turnwise.cli import sharing as export
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
-from turnwise.inspector.page.app import InspectorApp
+from turnwise.inspector.page.serving import InspectorApp
 from turnwise.inspector.page.views.table import VIEWS
 from turnwise.inspector.queries import RunReader
 from turnwise.store.ledger import SqliteLedger

@@ -8,19 +8,19 @@ import pytest
 
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.errors import SettingError
-from turnwise.inspector.page.blocks import as_json
+from turnwise.inspector.page.blocks import ViewQuery, as_json
 from turnwise.inspector.page.render import render_export, render_page
 from turnwise.inspector.page.serving import export_view, find_runs, view_json
-from turnwise.inspector.page.view_query import ViewQuery
+from turnwise.inspector.page.views.groups import classify
 from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
-from turnwise.inspector.page.views.tasks import classify
-from turnwise.inspector.queries import RunReader
-from turnwise.inspector.queries_rows import TaskRow
+from turnwise.inspector.queries import RunReader, TaskRow
 from turnwise.observe.charts import LineChart, Series, line_chart
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\u202eabc\x1b[2J\x00 </div>{{ 7*7 }}"
+
+
 @pytest.fixture(scope="module")
 def trained(finished):
     with RunReader(finished("grpo")) as run:
@@ -148,7 +148,7 @@ def client(trained):
     pytest.importorskip("httpx")
     from starlette.testclient import TestClient
 
-    from turnwise.inspector.page.app import InspectorApp
+    from turnwise.inspector.page.serving import InspectorApp
 
     return TestClient(InspectorApp([trained], "secret").application(), base_url="http://127.0.0.1")
 

@@ -8,12 +8,10 @@ import pytest
 from support.finished_runs import SMALL
 
 from turnwise.inspector.page import step_cache
-from turnwise.inspector.page.blocks import as_json
+from turnwise.inspector.page.blocks import ViewQuery, as_json
 from turnwise.inspector.page.render import render_page
-from turnwise.inspector.page.view_query import ViewQuery
 from turnwise.inspector.page.views.table import OF_ROLLOUTS, OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.queries import RunReader
-from turnwise.inspector.stored_trajectories import stored_trajectories
 from turnwise.store.rundir import RunDir
 from turnwise.training import api
 
@@ -89,4 +87,4 @@ def test_the_factors_are_computed_before_the_click(runs):
 def test_many_trajectories_are_read_at_once(runs):
     run = runs["tree"]
     ids = [row.id for row in run.trajectories()]
-    assert stored_trajectories(run, ids) == {one: run.trajectory(one) for one in ids}
+    assert run.stored_trajectories(ids) == {one: run.trajectory(one) for one in ids}

@@ -39,9 +39,8 @@ def run(tmp_path):
 def test_steps_are_numbered_as_in_the_metrics(run):
     assert run.steps() == [1, 2]
     assert [(g.id, g.step) for g in run.groups(state="trained")] == [("0", 1), ("2", 2)]
-    assert [g.id for g in run.trained_groups(2)] == ["2"]
-    assert run.series("reward") == [(1, 0.5), (2, 0.5)]
-    assert run.series("success") == []
+    assert [g.id for g in run.groups(step=2, state="trained")] == ["2"]
+    assert [(row.step, row["reward"], row["success"]) for row in run.metrics()] == [(1, 0.5, None), (2, 0.5, None)]
 
 
 def test_groups_and_trajectories(run):
@@ -59,17 +58,16 @@ def test_groups_and_trajectories(run):
     assert [t.id for t in run.trajectories(order="t.reward DESC", limit=1)] == ["0.1"]
     assert run.trajectory_row("2.1").success is True
     assert run.count_trajectories() == (8, 24)
-    assert [g.id for g in run.groups(task="calculator/train/1/8")] == ["1", "3"]
 
 
 def test_every_group_is_somewhere(run):
     rows = run.flow()
-    assert sum(row.groups for row in rows) == run.counts().issued == 5
+    assert sum(row.groups for row in rows) == run.database.group_counts().issued == 5
     assert [(r.step, r.reason, r.without_spread) for r in rows if r.state == "dropped"] == [
         (1, "no spread", 1),
         (2, "no spread", 1),
     ]
-    assert run.drops() == {"no spread": 2}
+    assert run.database.group_counts().reasons == {"no spread": 2}
 
 
 def test_tasks_by_step(run):
@@ -82,7 +80,7 @@ def test_what_is_missing_is_said(run):
         lambda: run.group("nope"),
         lambda: run.trajectory("nope"),
         lambda: run.trajectory_row("nope"),
-        lambda: run.groups(task="nope/nope/a/b"),
+        lambda: run.group_row("nope"),
         lambda: run.trajectories(order="1; DROP TABLE groups"),
     ):
         with pytest.raises(StoreError):

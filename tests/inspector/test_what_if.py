@@ -60,7 +60,7 @@ def applied(run: RunReader) -> dict[str, np.ndarray]:
 def test_what_if_equals_one_step_of_training(runs, method):
     with RunReader(runs / "grpo") as base, RunReader(runs / method) as other:
         stored = StoredStep(base, 1)
-        assumed = stored.factors(stored.recipe_of(method))
+        assumed = stored.factors(method)
         really = applied(other)
         ids = assumed.batch.trajectory_ids
         assert all(base.trajectory(one).ids() == other.trajectory(one).ids() for one in ids)

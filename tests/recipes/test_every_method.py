@@ -28,7 +28,7 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import GROUP, TRAJECTORY
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.inspector.factors.decompose import decompose, total_gradient
+from turnwise.inspector.factors.decompose import decompose
 from turnwise.models.tiny import tiny_model
 from turnwise.training.loop import update_policy
 
@@ -108,7 +108,9 @@ def factors_multiply_and_sum_to_the_gradient(recipe, batch, leaves):
     objective = recipe.objective
     part = planned(objective, batch)
     policy = policy_of(part, {s: x for s, x in leaves.items() if s in objective.signals_with_gradient})
-    expected = total_gradient(objective, part, policy)
+    logp, loss = policy[Signal.LOGP].x, objective(part, policy).loss  # differentiated as by a learner
+    (slope,) = torch.autograd.grad(loss, [logp], allow_unused=True) if loss.requires_grad else (None,)
+    expected = torch.zeros_like(logp) if slope is None else -slope
     factors = decompose(objective, part, policy)
     scale = float(expected.abs().max()) or 1.0
     assert torch.allclose(factors.total, expected, rtol=0, atol=TOLERANCE * scale)

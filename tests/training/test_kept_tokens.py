@@ -40,7 +40,8 @@ def test_each_sampled_token_is_kept_once(runs):
         for step in (1, 2):
             updates = run.token_columns(step)
             assert len(updates) == 2  # mini-batches
-            trained = [t for group in run.trained_groups(step) for t in group.trajectories]
+            groups = [run.group(row.id) for row in run.groups(step=step, state="trained")]
+            trained = [t for group in groups for t in group.trajectories]
             sizes = {one: size for u in updates for one, size in zip(u.trajectories, u.sizes)}
             assert sizes == {t.id: t.sampled for t in trained}
             assert [one for _, members in updates[0].groups for one in members] == [t.id for t in trained]
@@ -71,10 +72,10 @@ def test_recomputed_factors_are_the_gradient_of_the_step(runs):
 def test_what_another_method_would_have_done(runs):
     with RunReader(runs / "kept") as run:
         stored = StoredStep(run, 1)
-        other = stored.factors(stored.recipe_of("gspo"))
+        other = stored.factors("gspo")
         assert other.factors.total.shape == stored.factors().factors.total.shape
         with pytest.raises(turnwise.errors.SettingError, match="value"):
-            stored.factors(stored.recipe_of("ppo"))
+            stored.factors("ppo")
         assert Signal.LOGP in other.batch.columns
 
 

@@ -228,7 +228,7 @@ def view(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", default="", metavar=name[0].upper(), help=f"{name} of the view")
     namespace = parser.parse(argv)
     from turnwise.inspector.page import serving
-    from turnwise.inspector.page.view_query import ViewQuery
+    from turnwise.inspector.page.blocks import ViewQuery
 
     readers = serving.find_runs(namespace.runs)
     if not readers:

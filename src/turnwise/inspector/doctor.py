@@ -102,7 +102,7 @@ def read_facts(path: str | Path) -> RunFacts:
         merged: dict[int, dict[str, float | None]] = {}
         for row in reader.metrics():
             merged.setdefault(row.step, {}).update(row.values)
-        counts = reader.counts() if reader.has_ledger else None
+        counts = reader.database.group_counts() if reader.has_ledger else None
         trained = reader.groups(state="trained") if reader.has_ledger else []
         before, after = ((reader.evaluation(when) or {}).get("summary", {}) for when in ("before", "after"))
         s, summary = Settings.of(dict(reader.settings)), reader.summary

@@ -12,41 +12,120 @@ A step is numbered as in ``metrics.jsonl``: step 1 is the first. (The ledger cou
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.errors import StoreError
-from turnwise.inspector.queries_rows import (
-    FlowRow,
-    GroupRow,
-    MessageRow,
-    StepMetrics,
-    StepOutcome,
-    TaskRow,
-    TrajectoryRow,
-)
 from turnwise.observe.trackers import MESSAGES, read_rows
 from turnwise.store import token_columns as columns
 from turnwise.store.atomic import DIGEST
-from turnwise.store.database import GroupCounts, LedgerReader
-from turnwise.store.resume import INTERRUPTED, ROLLED_BACK
+from turnwise.store.database import LedgerReader
 from turnwise.store.rundir import RunDir
 from turnwise.store.token_columns import TokenColumns
-from turnwise.store.trajectory_codec import decode, decode_task, encode_task
+from turnwise.store.trajectory_codec import decode, decode_task
 
+IDS_PER_QUERY = 500  # below the number of values that any SQLite accepts
 LIVE = "g.void = 0"  # groups that no resume has undone
+# Columns are named as the fields of the rows below, so that a row of the database is the arguments of its class.
 GROUP_FIELDS = (
-    "g.*, count(t.row) AS n, sum(t.sampled) AS tokens, avg(t.reward) AS mean, min(t.reward) AS low,"
-    " max(t.reward) AS high, avg(t.success) AS success"
+    "g.id, g.task, g.state, g.step + 1 AS step, g.reason, g.version, g.void, count(t.row) AS trajectories,"
+    " coalesce(sum(t.sampled), 0) AS tokens, avg(t.reward) AS reward, min(t.reward) AS reward_low,"
+    " max(t.reward) AS reward_high, avg(t.success) AS success"
 )
 TRAJECTORY_FIELDS = (
-    "t.id, t.status, t.reason, t.reward, t.success, t.turns, t.sampled, g.id AS group_id, g.task, g.state, g.step,"
-    " g.version"
+    't.id, g.id AS "group", g.task, g.state, g.step + 1 AS step, g.version, t.status, t.reason, t.reward, t.success, t.turns,'
+    " t.sampled AS tokens"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One row of ``metrics.jsonl``: the numbers of a step by name; None where a number was not finite."""
+
+    step: int
+    time: float
+    values: Mapping[str, float | None]
+
+    def __getitem__(self, name: str) -> float | None:
+        return self.values.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One group as the ledger counts it, without its trajectories' content."""
+
+    id: str
+    task: Task
+    state: str  # in_flight, finished, trained, dropped
+    step: int  # of its last transition
+    reason: str  # why it was dropped
+    version: int  # of the policy when it was issued
+    void: bool  # undone by a resume
+    trajectories: int
+    tokens: int
+    reward: float | None  # mean
+    reward_low: float | None
+    reward_high: float | None
+    success: float | None  # share
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRow:
+    """One trajectory without its tokens and messages."""
+
+    id: str
+    group: str
+    task: Task
+    state: str  # of its group
+    step: int  # of its group
+    version: int
+    status: str  # finished, truncated, failed
+    reason: str
+    reward: float | None
+    success: bool | None
+    turns: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlowRow:
+    """How many groups of one step ended in one state, for one reason."""
+
+    step: int
+    state: str
+    reason: str
+    groups: int
+    without_spread: int  # whose trajectories all have the same reward
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """The trajectories of one task in one step."""
+
+    task: str  # its key
+    step: int
+    trajectories: int
+    successes: int | None
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The trajectories that one step trained on or dropped: how many, their reward, how many succeeded."""
+
+    step: int
+    trajectories: int
+    tokens: int
+    reward: float  # mean
+    deviation: float  # standard deviation of the reward
+    judged: int  # with a verdict
+    successes: int
+    best: float  # highest reward
+    at_best: int  # trajectories that have it
 
 
 class RunReader:
@@ -68,11 +147,6 @@ class RunReader:
         return dict(self._metadata.get("settings", {}))
 
     @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The content of ``run.json``."""
-        return self._metadata
-
-    @property
     def summary(self) -> Mapping[str, Any] | None:
         """The content of ``summary.json``; None while the run goes on."""
         return _read_json(self.run.summary)
@@ -81,37 +155,22 @@ class RunReader:
         """The evaluation ``before`` or ``after`` training: ``{"summary": ..., "rows": [...]}``."""
         return _read_json(self.path / f"evaluation_{when}.json")
 
-    def messages(self) -> list[MessageRow]:
-        rows = read_rows(self.path / MESSAGES)
-        return [
-            MessageRow(
-                int(row["step"]),
-                float(row.get("time", 0)),
-                str(row.get("level", "info")),
-                str(row.get("text", "")),
-                str(row.get("name", "")),
-            )
-            for row in rows
-        ]
+    def messages(self) -> list[dict[str, Any]]:
+        """What the run told its user: ``step``, ``time``, ``level``, ``text`` and ``name`` of each message."""
+        return read_rows(self.path / MESSAGES)
 
     # --------------------------------------------------------------- metrics
 
     def metrics(self) -> list[StepMetrics]:
         """Every row, in order. A step has a second row where it was also evaluated."""
-        reserved = ("step", "time")
-        return [
-            StepMetrics(
-                int(row["step"]), float(row.get("time") or 0), {k: v for k, v in row.items() if k not in reserved}
-            )
-            for row in read_rows(self.run.metrics)
-        ]
+        rows = []
+        for values in read_rows(self.run.metrics):
+            step, time = int(values.pop("step")), float(values.pop("time", None) or 0)
+            rows.append(StepMetrics(step, time, values))
+        return rows
 
     def steps(self) -> list[int]:
         return sorted({row.step for row in self.metrics()})
-
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """The finite values of one metric, by step."""
-        return [(row.step, value) for row in self.metrics() if (value := row[name]) is not None]
 
     # ---------------------------------------------------------------- ledger
 
@@ -124,61 +183,36 @@ class RunReader:
     def has_ledger(self) -> bool:
         return self.run.ledger.is_file()
 
-    def counts(self) -> GroupCounts:
-        """Groups by state and, of the dropped ones, by reason."""
-        return self.database.group_counts()
-
-    def groups(
-        self,
-        step: int | None = None,
-        state: str = "",
-        task: str = "",
-        void: bool = False,
-        limit: int = -1,
-        offset: int = 0,
-    ) -> list[GroupRow]:
-        """Groups in the order of issue. ``task``: a task's key; ``void``: also those that a resume has undone."""
-        where = ["1"] if void else [LIVE]
-        values: dict[str, Any] = {"limit": limit, "offset": offset}
-        if step is not None:
-            where.append("g.step = :step")
-            values["step"] = step - 1
-        if state:
-            where.append("g.state = :state")
-            values["state"] = state
-        if task:
-            where.append("g.task = :task")
-            values["task"] = _encoded_task(task)
-        rows = self.database.fetch_all(
-            f"SELECT {GROUP_FIELDS} FROM"
-            f" (SELECT * FROM groups g WHERE {' AND '.join(where)} ORDER BY g.row LIMIT :limit OFFSET :offset) g"
+    def groups(self, step: int | None = None, state: str = "", limit: int = -1, offset: int = 0) -> list[GroupRow]:
+        """Groups in the order of issue."""
+        where = [LIVE] + (["g.step = :step - 1"] if step is not None else []) + (["g.state = :state"] if state else [])
+        # the limit stands inside: grouping all trajectories of a run for a page of hundred groups would take seconds
+        return self._groups(
+            f"(SELECT * FROM groups g WHERE {' AND '.join(where)} ORDER BY g.row LIMIT :limit OFFSET :offset) g"
             " LEFT JOIN trajectories t ON t.owner = g.row GROUP BY g.row ORDER BY g.row",
-            values,
+            {"step": step, "state": state, "limit": limit, "offset": offset},
         )
-        return [_group_row(row) for row in rows]
+
+    def group_row(self, group_id: str) -> GroupRow:
+        where = "LEFT JOIN trajectories t ON t.owner = g.row WHERE g.id = ? GROUP BY g.row ORDER BY g.void, g.row DESC"
+        return self._one(self._groups(f"groups g {where}", (group_id,)), "group", group_id)
+
+    def _groups(self, source: str, values: Any) -> list[GroupRow]:
+        rows = map(dict, self.database.fetch_all(f"SELECT {GROUP_FIELDS} FROM {source}", values))
+        return [GroupRow(**{**row, "task": decode_task(row["task"]), "void": bool(row["void"])}) for row in rows]
+
+    def _one(self, rows: Sequence[Any], kind: str, name: str) -> Any:
+        if not rows:
+            raise StoreError(f"there is no {kind} {name!r} in {self.path}")
+        return rows[0]
 
     def group(self, group_id: str) -> Group:
         """A group with everything its trajectories hold; also one that a resume has undone."""
         rows = self.database.fetch_all("SELECT row, task FROM groups WHERE id = ? ORDER BY void, row DESC", (group_id,))
-        if not rows:
-            raise StoreError(f"there is no group {group_id!r} in {self.path}")
+        row = self._one(rows, "group", group_id)
         sql = "SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY row"
-        members = self.database.fetch_all(sql, (rows[0]["row"],))
-        return Group(group_id, decode_task(rows[0]["task"]), tuple(decode(m["record"], m["tokens"]) for m in members))
-
-    def group_row(self, group_id: str) -> GroupRow:
-        rows = self.database.fetch_all(
-            f"SELECT {GROUP_FIELDS} FROM groups g"
-            " LEFT JOIN trajectories t ON t.owner = g.row WHERE g.id = ? GROUP BY g.row ORDER BY g.void, g.row DESC",
-            (group_id,),
-        )
-        if not rows:
-            raise StoreError(f"there is no group {group_id!r} in {self.path}")
-        return _group_row(rows[0])
-
-    def trained_groups(self, step: int) -> list[Group]:
-        """The groups that a step trained on, with everything their trajectories hold."""
-        return [self.group(row.id) for row in self.groups(step=step, state="trained")]
+        members = self.database.fetch_all(sql, (row["row"],))
+        return Group(group_id, decode_task(row["task"]), tuple(decode(m["record"], m["tokens"]) for m in members))
 
     def mixed(self, step: int) -> list[tuple[str, str]]:
         """Trajectory id and origin of what a step trained on besides its own groups."""
@@ -198,42 +232,45 @@ class RunReader:
         """``search``: a part of the id, the reason or the task's key. ``order``: a column, with ``DESC`` if so wished."""
         if order.removesuffix(" DESC") not in ("t.row", "t.reward", "t.sampled", "t.turns"):
             raise StoreError(f"trajectories cannot be ordered by {order!r}")
-        where, values = [LIVE], dict[str, Any](limit=limit, offset=offset)
-        if step is not None:
-            where.append("g.step = :step")
-            values["step"] = step - 1
-        if group:
-            where.append("g.id = :group")
-            values["group"] = group
+        where = [LIVE] + (["g.step = :step - 1"] if step is not None else []) + (["g.id = :group"] if group else [])
         if search:
             where.append("(instr(t.id, :search) OR instr(t.reason, :search) OR instr(t.record, :search))")
-            values["search"] = search
-        rows = self.database.fetch_all(
-            f"SELECT {TRAJECTORY_FIELDS} FROM trajectories t JOIN groups g ON g.row = t.owner"
-            f" WHERE {' AND '.join(where)} ORDER BY {order} LIMIT :limit OFFSET :offset",
-            values,
-        )
-        return [_trajectory_row(row) for row in rows]
+        values = {"step": step, "group": group, "search": search, "limit": limit, "offset": offset}
+        return self._trajectories(f"{' AND '.join(where)} ORDER BY {order} LIMIT :limit OFFSET :offset", values)
 
     def trajectory_row(self, trajectory_id: str) -> TrajectoryRow:
-        rows = self.database.fetch_all(
-            f"SELECT {TRAJECTORY_FIELDS} FROM trajectories t JOIN groups g ON g.row = t.owner"
-            " WHERE t.id = ? ORDER BY g.void, t.row DESC LIMIT 1",
-            (trajectory_id,),
-        )
-        if not rows:
-            raise StoreError(f"there is no trajectory {trajectory_id!r} in {self.path}")
-        return _trajectory_row(rows[0])
+        rows = self._trajectories("t.id = ? ORDER BY g.void, t.row DESC LIMIT 1", (trajectory_id,))
+        return self._one(rows, "trajectory", trajectory_id)
+
+    def _trajectories(self, where: str, values: Any) -> list[TrajectoryRow]:
+        sql = f"SELECT {TRAJECTORY_FIELDS} FROM trajectories t JOIN groups g ON g.row = t.owner WHERE {where}"
+        rows = [dict(row) for row in self.database.fetch_all(sql, values)]
+        for row in rows:
+            row["task"] = decode_task(row["task"])
+            row["success"] = None if row["success"] is None else bool(row["success"])
+        return [TrajectoryRow(**row) for row in rows]
 
     def trajectory(self, trajectory_id: str) -> Trajectory:
         """Everything that is stored of it: turns with tokens, log-probabilities and times, rewards, messages."""
         return self.database.trajectory(trajectory_id)
 
-    def count_trajectories(self, step: int | None = None) -> tuple[int, int]:
-        """Numbers of trajectories and of sampled tokens, of one step or of all."""
-        where, values = (LIVE, ()) if step is None else (f"{LIVE} AND g.step = ?", (step - 1,))
+    def stored_trajectories(self, ids: Sequence[str]) -> dict[str, Trajectory]:
+        """By id, those of ``ids`` that the ledger holds: rows of a file and demonstrations are not in it. The newest where a
+        resume took one again."""
+        stored: dict[str, Trajectory] = {}
+        # one query for hundreds, because a query for each takes longer than what it reads
+        for start in range(0, len(ids), IDS_PER_QUERY):
+            some = tuple(ids[start : start + IDS_PER_QUERY])
+            marks = ",".join("?" * len(some))
+            sql = f"SELECT id, record, tokens FROM trajectories WHERE id IN ({marks}) ORDER BY row"
+            newest = {row["id"]: row for row in self.database.fetch_all(sql, some)}
+            stored |= {one: decode(row["record"], row["tokens"]) for one, row in newest.items()}
+        return stored
+
+    def count_trajectories(self) -> tuple[int, int]:
+        """Numbers of trajectories and of sampled tokens."""
         sql = "SELECT count(*), coalesce(sum(t.sampled), 0) FROM trajectories t JOIN groups g ON g.row = t.owner WHERE "
-        row = self.database.fetch_all(sql + where, values)[0]
+        row = self.database.fetch_all(sql + LIVE)[0]
         return int(row[0]), int(row[1])
 
     # ------------------------------------------------------ where groups went
@@ -241,58 +278,34 @@ class RunReader:
     def flow(self) -> list[FlowRow]:
         """Groups by step, state and reason; a resume's "rolled back" and "interrupted" are reasons like any other."""
         rows = self.database.fetch_all(
-            "SELECT g.step AS step, g.state AS state, g.reason AS reason, count(*) AS n, sum(coalesce(flat, 0)) AS flat"
+            "SELECT g.step + 1 AS step, g.state, g.reason, count(*) AS groups, sum(coalesce(flat, 0)) AS without_spread"
             " FROM groups g LEFT JOIN (SELECT owner, min(reward) = max(reward) AS flat FROM trajectories"
             " GROUP BY owner) s ON s.owner = g.row GROUP BY g.step, g.state, g.reason ORDER BY g.step, g.state, g.reason"
         )
-        return [FlowRow(r["step"] + 1, r["state"], r["reason"], r["n"], r["flat"]) for r in rows]
-
-    def drops(self) -> dict[str, int]:
-        """Dropped groups by reason, most frequent first."""
-        return dict(self.counts().reasons)
-
-    def failures(self) -> dict[str, int]:
-        """Failed trajectories by reason, most frequent first."""
-        return self.database.failures()
+        return [FlowRow(**dict(row)) for row in rows]
 
     def step_outcomes(self) -> list[StepOutcome]:
         """Rewards and successes of all finished trajectories, by step."""
         rows = self.database.fetch_all(
-            "SELECT g.step AS step, count(*) AS n, sum(t.sampled) AS tokens, avg(t.reward) AS reward,"
-            " avg(t.reward * t.reward) AS square, count(t.success) AS judged, coalesce(sum(t.success), 0) AS good,"
-            " max(t.reward) AS best FROM trajectories t JOIN groups g ON g.row = t.owner"
-            f" WHERE {LIVE} AND t.status != 'failed' GROUP BY g.step ORDER BY g.step"
+            "WITH done AS (SELECT g.step + 1 AS step, t.sampled, t.reward, t.success FROM trajectories t"
+            f" JOIN groups g ON g.row = t.owner WHERE {LIVE} AND t.status != 'failed')"
+            " SELECT step, count(*) AS trajectories, sum(sampled) AS tokens, coalesce(avg(reward), 0.0) AS reward,"
+            " coalesce(avg(reward * reward), 0.0) AS deviation, count(success) AS judged, coalesce(sum(success), 0)"
+            " AS successes, coalesce(max(reward), 0.0) AS best, coalesce(sum(reward = (SELECT max(reward) FROM done)), 0)"
+            " AS at_best FROM done GROUP BY step ORDER BY step"
         )
-        top = max((row["best"] for row in rows if row["best"] is not None), default=0.0)
-        at_top = self.database.fetch_all(
-            "SELECT g.step AS step, count(*) AS n FROM trajectories t JOIN groups g ON g.row = t.owner"
-            f" WHERE {LIVE} AND t.status != 'failed' AND t.reward = ? GROUP BY g.step",
-            (top,),
-        )
-        counts = {row["step"]: row["n"] for row in at_top}
-        return [
-            StepOutcome(
-                step=r["step"] + 1,
-                trajectories=r["n"],
-                tokens=r["tokens"],
-                reward=r["reward"] or 0.0,
-                deviation=max(0.0, (r["square"] or 0.0) - (r["reward"] or 0.0) ** 2) ** 0.5,
-                judged=r["judged"],
-                successes=r["good"],
-                best=r["best"] or 0.0,
-                at_best=counts.get(r["step"], 0),
-            )
-            for r in rows
-        ]
+        outcomes = [StepOutcome(**dict(row)) for row in rows]
+        # SQLite has no standard deviation: the mean of the squares stands in its column until here
+        return [replace(o, deviation=max(0.0, o.deviation - o.reward**2) ** 0.5) for o in outcomes]
 
     def task_rows(self) -> list[TaskRow]:
         """Trajectories and successes of each task, by step, in order."""
         rows = self.database.fetch_all(
-            "SELECT g.task AS task, g.step AS step, count(*) AS n, sum(t.success) AS good, avg(t.reward) AS reward"
+            "SELECT g.task, g.step + 1 AS step, count(*) AS trajectories, sum(t.success) AS successes, avg(t.reward) AS reward"
             f" FROM trajectories t JOIN groups g ON g.row = t.owner WHERE {LIVE} GROUP BY g.task, g.step"
             " ORDER BY g.task, g.step"
         )
-        return [TaskRow(decode_task(r["task"]).key, r["step"] + 1, r["n"], r["good"], r["reward"]) for r in rows]
+        return [TaskRow(**{**dict(row), "task": decode_task(row["task"]).key}) for row in rows]
 
     # ---------------------------------------------------------------- tokens
 
@@ -317,79 +330,9 @@ class RunReader:
         self.close()
 
 
-@contextmanager
-def open_runs(paths: list[str]) -> Iterator[list[RunReader]]:
-    """Readers of several runs, closed together."""
-    readers = [RunReader(path) for path in paths]
-    try:
-        yield readers
-    finally:
-        for reader in readers:
-            reader.close()
-
-
-def _group_row(row: Any) -> GroupRow:
-    return GroupRow(
-        id=row["id"],
-        task=decode_task(row["task"]),
-        state=row["state"],
-        step=row["step"] + 1,
-        reason=row["reason"],
-        version=row["version"],
-        void=bool(row["void"]),
-        trajectories=row["n"],
-        tokens=row["tokens"] or 0,
-        reward=row["mean"],
-        reward_low=row["low"],
-        reward_high=row["high"],
-        success=row["success"],
-    )
-
-
-def _trajectory_row(row: Any) -> TrajectoryRow:
-    return TrajectoryRow(
-        id=row["id"],
-        group=row["group_id"],
-        task=decode_task(row["task"]),
-        state=row["state"],
-        step=row["step"] + 1,
-        version=row["version"],
-        status=row["status"],
-        reason=row["reason"],
-        reward=row["reward"],
-        success=None if row["success"] is None else bool(row["success"]),
-        turns=row["turns"],
-        tokens=row["sampled"],
-    )
-
-
-def _encoded_task(key: str) -> str:
-    """The ledger's text of a task with this key."""
-    environment, split, difficulty, seed = key.rsplit("/", 3)
-    if not (seed.lstrip("-").isdigit() and difficulty.lstrip("-").isdigit()):
-        raise StoreError(f"{key!r} is not a task; write environment/split/difficulty/seed")
-    return encode_task(Task(environment, int(seed), split, int(difficulty)))
-
-
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         content = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
         return None if content is None else {name: value for name, value in content.items() if name != DIGEST}
     except ValueError:
         return None  # being written
-
-
-__all__ = [
-    "INTERRUPTED",
-    "ROLLED_BACK",
-    "FlowRow",
-    "GroupRow",
-    "MessageRow",
-    "RunReader",
-    "StepMetrics",
-    "StepOutcome",
-    "TaskRow",
-    "TokenColumns",
-    "TrajectoryRow",
-    "open_runs",
-]

@@ -18,7 +18,7 @@ written again here. Positive numbers make a token more likely. Knows no run and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +75,9 @@ def decompose(objective: Objective, planned: Batch, policy: Mapping[Signal, Fiel
     leaf = ratio.map(lambda x: x.detach().clone().requires_grad_())
     gated = objective.gate(leaf, planned[Column.ADVANTAGE].to(logp.dtype), view)
     gain = (weight * (gated * adv)).at(TOKEN).x.sum()
-    by_ratio, by_gate = _gradients(gain, leaf.x, logp)
-    through = _gradient(ratio.x, logp, by_ratio)
-    ratio_slope = _gradient(ratio.x, logp, torch.ones_like(ratio.x))
+    by_ratio, by_gate = _gradients(gain, [leaf.x, logp])
+    (through,) = _gradients(ratio.x, [logp], by_ratio)
+    (ratio_slope,) = _gradients(ratio.x, [logp], torch.ones_like(ratio.x))
     credit = (weight * adv).sum(ratio.level)
     slope = Field(ratio.tree, ratio.level, torch.where(credit.x != 0, by_ratio / credit.x, 0.0))
     product = credit.at(TOKEN).x * slope.at(TOKEN).x * ratio_slope
@@ -104,30 +104,15 @@ def _penalties(objective: Objective, view: MicroBatchView) -> dict[str, Tensor]:
         if weighted.penalty.couples_trajectories:
             slope = view.batch[Column.PENALTY_GRADIENT, i].to(view.logp.x.dtype).x
         else:
-            slope = _gradient(objective._cost(view, i, weighted.penalty), view.logp.x)
+            (slope,) = _gradients(objective._cost(view, i, weighted.penalty), [view.logp.x])
         name = text(weighted.penalty)
         parts[name if name not in parts else f"{name} ({i + 1})"] = -float(size) * slope
     return parts
 
 
-def _gradients(value: Tensor, *inputs: Tensor) -> list[Tensor]:
+def _gradients(value: Tensor, inputs: Sequence[Tensor], outer: Tensor | None = None) -> list[Tensor]:
+    """∂ value / ∂ each input, or the product of ``outer`` with it; 0 where there is no path."""
     if not value.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
-    found = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs)]
-
-
-def _gradient(value: Tensor, logp: Tensor, outer: Tensor | None = None) -> Tensor:
-    """∂ value / ∂ log π, or the product of ``outer`` with it; 0 where there is no path."""
-    if not value.requires_grad:
-        return torch.zeros_like(logp)
-    found = torch.autograd.grad(value, logp, outer, retain_graph=True, allow_unused=True)[0]
-    return torch.zeros_like(logp) if found is None else found
-
-
-def total_gradient(objective: Objective, planned: Batch, policy: Mapping[Signal, Field]) -> Tensor:
-    """∂ objective / ∂ log π of each token by the loss itself, as a learner differentiates it."""
-    return -_gradient(objective(planned, policy).loss, policy[Signal.LOGP].x)
-
-
-__all__ = ["GradientFactors", "decompose", "total_gradient"]
+    slopes = torch.autograd.grad(value, inputs, outer, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if slope is None else slope for slope, x in zip(slopes, inputs)]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from turnwise.algebra.advantage import Standardise
-from turnwise.algebra.objective import Objective
 from turnwise.algebra.piece import Piece, text
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
@@ -65,24 +64,27 @@ class TokenExplanation:
     numbers: str  # the product with numbers filled in
 
 
-def explain_token(stored: StoredStep, found: MethodFactors, trajectory: str, token: int) -> TokenExplanation:
+def explain_token(stored: StoredStep, under: MethodFactors, trajectory: str, token: int) -> TokenExplanation:
     """``token``: index among the sampled tokens of the trajectory."""
-    batch, factors = found.batch, found.factors
+    batch, factors = under.batch, under.factors
     if trajectory not in batch.trajectory_ids:
         raise TurnwiseError(f"this update did not train on trajectory {trajectory}")
     k = batch.trajectory_ids.index(trajectory)
-    own = (batch.tree.ancestor(TOKEN, TRAJECTORY) == k).nonzero().squeeze(1)
-    if not 0 <= token < len(own):
-        raise TurnwiseError(f"trajectory {trajectory} has {len(own)} sampled tokens; {token} is not one of them")
-    at = int(own[token])
-    total, gradient = factors.total, float(factors.total[at])
-    applied = _applied(stored, found, trajectory, token)
-    scale = float(total.abs().max())
-    agrees = None if applied is None else bool(abs(gradient - applied) <= MATCH * max(scale, abs(applied), 1e-30))
-    product = float(factors.product[at])
-    summands = [("credit · gate slope · ratio slope", product), ("through other ratios", float(factors.coupled[at]))]
-    summands += [("through the gate itself", float(factors.by_gate[at]))]
-    summands += [(name, float(values[at])) for name, values in factors.penalties.items()]
+    places = (batch.tree.ancestor(TOKEN, TRAJECTORY) == k).nonzero().squeeze(1)
+    if not 0 <= token < len(places):
+        raise TurnwiseError(f"trajectory {trajectory} has {len(places)} sampled tokens; {token} is not one of them")
+    at = int(places[token])
+    total, gradient, product = factors.total, float(factors.total[at]), float(factors.product[at])
+    slope = stored.update.of(trajectory).get("slope")
+    # what the step applied can be compared only where the method is the run's own
+    applied = None if slope is None or under.recipe != stored.recipe else -float(slope[token])
+    bound = None if applied is None else MATCH * max(float(total.abs().max()), abs(applied), 1e-30)
+    summands = [
+        ("credit · gate slope · ratio slope", product),
+        ("through other ratios", float(factors.coupled[at])),
+        ("through the gate itself", float(factors.by_gate[at])),
+        *((name, float(values[at])) for name, values in factors.penalties.items()),
+    ]
     return TokenExplanation(
         step=stored.step,
         trajectory=trajectory,
@@ -90,27 +92,21 @@ def explain_token(stored: StoredStep, found: MethodFactors, trajectory: str, tok
         gradient=gradient,
         share=float(factors.share[at]),
         stored=applied,
-        agrees=agrees,
-        chain=tuple(_chain(found, at)),
+        agrees=None if applied is None or bound is None else abs(gradient - applied) <= bound,
+        chain=tuple(_chain(under, at)),
         summands=tuple((name, value) for i, (name, value) in enumerate(summands) if value or not i),
-        peers=_peers(found, k),
+        peers=_peers(under, k),
         numbers=" × ".join(f"{float(x[at]):.4g}" for x in (factors.credit, factors.gate_slope, factors.ratio_slope))
         + f" = {product:.4g}",
     )
 
 
-def _applied(stored: StoredStep, found: MethodFactors, trajectory: str, token: int) -> float | None:
-    """The gradient that the step stored, where the method is the run's own."""
-    slope = stored.update.of(trajectory).get("slope")
-    return None if slope is None or found.recipe != stored.recipe else -float(slope[token])
-
-
-def _chain(found: MethodFactors, at: int) -> Iterator[FactorStep]:
-    objective, batch, factors = found.recipe.objective, found.batch, found.factors
+def _chain(under: MethodFactors, at: int) -> Iterator[FactorStep]:
+    objective, batch, factors = under.recipe.objective, under.batch, under.factors
     one = lambda field: float(field.at(TOKEN).x[at])  # noqa: E731
     turn_reward, whole = one(batch.reward), one(batch.reward.sum(TRAJECTORY))
     yield _step("reward", objective.reward, turn_reward, f"this turn {turn_reward:.4g}, whole trajectory {whole:.4g}")
-    yield from _terms(objective.advantage, found, at)
+    yield from _terms(objective.advantage, under, at)
     yield _step(
         "advantage", objective.advantage, float(factors.advantage[at]), _peer_numbers(objective.advantage, batch, at)
     )
@@ -151,39 +147,35 @@ def _peer_numbers(advantage: Term, batch: Batch, at: int) -> str:
     return f"({one(rewards):.4g} − {mean:.4g}){divided}; {peers}"
 
 
-def _terms(root: Term, found: MethodFactors, at: int) -> Iterator[FactorStep]:
-    """The terms inside an advantage, innermost last, with their own values at this token."""
+def _terms(root: Term, under: MethodFactors, at: int) -> Iterator[FactorStep]:
+    """The terms inside an advantage, innermost last, with their own values at this token; None where a term needs the whole
+    step and cannot be evaluated alone."""
     seen: set[str] = {text(root)}
     for part in root.parts:
         if not isinstance(part, Term) or text(part) in seen:
             continue
         seen.add(text(part))
-        yield _step(f"inside: {type(part).__name__}", part, _term_value(part, found, at), "")
-
-
-def _term_value(term: Term, found: MethodFactors, at: int) -> float | None:
-    """None where a term needs the whole step and cannot be evaluated alone."""
-    try:
-        value: Field = term(found.batch)
-        return float(value.at(TOKEN).x[at])
-    except Exception:  # a piece inside another one may need what only that one prepares
-        return None
+        try:
+            value = float(part(under.batch).at(TOKEN).x[at])
+        except Exception:  # a piece inside another one may need what only that one prepares
+            value = None
+        yield _step(f"inside: {type(part).__name__}", part, value, "")
 
 
 def _step(name: str, piece: Any, value: float | None, inputs: str) -> FactorStep:
     doc = inspect.getdoc(type(piece)) or ""
-    own = isinstance(piece, Piece) or bool(getattr(piece, "__dataclass_fields__", None))
+    is_piece = isinstance(piece, Piece) or bool(getattr(piece, "__dataclass_fields__", None))
     sentence = " ".join(doc.split("\n\n")[0].replace("``", "").split())
-    formula = sentence if own and not doc.startswith(type(piece).__name__ + "(") else ""
+    formula = sentence if is_piece and not doc.startswith(type(piece).__name__ + "(") else ""
     return FactorStep(name, text(piece) if piece is not None else "the environment's", formula, value, inputs)
 
 
-def _peers(found: MethodFactors, k: int) -> tuple[PeerValue, ...]:
-    batch, tree = found.batch, found.batch.tree
+def _peers(under: MethodFactors, k: int) -> tuple[PeerValue, ...]:
+    batch, tree = under.batch, under.batch.tree
     group_of = tree.ancestor(TRAJECTORY, GROUP)
     rewards = batch.reward.sum(TRAJECTORY).x
     advantages = batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY).x
-    shares = Field(tree, TOKEN, found.factors.share).sum(TRAJECTORY).x
+    shares = Field(tree, TOKEN, under.factors.share).sum(TRAJECTORY).x
     siblings = (group_of == group_of[k]).nonzero().squeeze(1).tolist()
     return tuple(
         PeerValue(batch.trajectory_ids[i], float(rewards[i]), float(advantages[i]), float(shares[i])) for i in siblings
@@ -194,11 +186,3 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
     """The cosine of two token gradients; NaN where one of them is 0."""
     norms = float(one.norm() * other.norm())
     return float((one * other).sum()) / norms if norms > 0 else float("nan")
-
-
-def is_clipped(objective: Objective, found: MethodFactors) -> torch.Tensor:
-    """Tokens whose gate changes their ratio."""
-    return (found.factors.gate - found.factors.ratio).abs() > 0
-
-
-__all__ = ["FactorStep", "PeerValue", "TokenExplanation", "cosine", "explain_token", "is_clipped"]

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +18,12 @@ from turnwise.algebra.objective import Objective
 from turnwise.config.settings import Settings
 from turnwise.core.batch import Batch, pack
 from turnwise.core.columns import Column
-from turnwise.core.levels import BATCH, TOKEN, TURN, Field, Level
-from turnwise.core.records import Group, Origin, Trajectory
+from turnwise.core.levels import BATCH, TOKEN, TURN, Field
+from turnwise.core.records import Group, Origin
 from turnwise.core.signals import BEFORE_BATCH, Signal, level_of
 from turnwise.errors import SettingError, StoreError
 from turnwise.inspector.factors.decompose import GradientFactors, decompose
 from turnwise.inspector.queries import RunReader, TokenColumns
-from turnwise.inspector.stored_trajectories import stored_trajectories
 from turnwise.recipes import catalogue
 from turnwise.recipes.recipe import Recipe
 from turnwise.training.plan import make_recipe
@@ -60,76 +58,49 @@ class StoredStep:
     @cached_property
     def recipe(self) -> Recipe:
         """The method of the run."""
-        return make_recipe(Settings(**self._settings()))
-
-    def _settings(self) -> dict[str, Any]:
-        known = Settings.__dataclass_fields__
-        return {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in self.run.settings.items()
-            if name in known
-        }
-
-    def recipe_of(self, method: str) -> Recipe:
-        """Another method of the catalogue, with the run's budget."""
-        return catalogue.parse_method(method)
-
-    @cached_property
-    def groups(self) -> list[Group]:
-        """The groups of the step with the trajectories that were trained on, mixed-in ones included."""
-        origins = dict(self.run.mixed(self.step))
-        groups = []
-        stored = stored_trajectories(self.run, [one for _, ids in self.updates[0].groups for one in ids])
-        for group_id, ids in self.updates[0].groups:
-            members = tuple(_with_origin(stored[one], origins.get(one)) for one in ids)
-            groups.append(Group(group_id, members[0].task, members))
-        return groups
+        return make_recipe(Settings.of(self.run.settings))
 
     @cached_property
     def packed(self) -> Batch:
-        """The batch with all token signals that are stored, in float32 as they were."""
-        batch = pack(self.groups)
-        whole: dict[str, dict[str, np.ndarray]] = {}
+        """The batch that the step trained on, mixed-in trajectories included, with all token signals that are stored, in float32
+        as they were."""
+        origins, groups = dict(self.run.mixed(self.step)), []
+        stored = self.run.stored_trajectories([one for _, ids in self.updates[0].groups for one in ids])
+        columns: dict[str, dict[str, np.ndarray]] = {}
         for update in reversed(self.updates):  # the first update that reads a trajectory counts
-            whole |= _by_trajectory(update)
-        missing = [one for one in batch.trajectory_ids if one not in whole]
-        if missing:
-            raise StoreError(f"step {self.step} stores nothing for trajectory {missing[0]}")
-        names = set.intersection(*(set(columns) for columns in whole.values())) if whole else set()
-        return batch.put(
-            {
-                Signal(name): self._signal(batch, Signal(name), whole)
-                for name in sorted(names)
-                if name in set(map(str, Signal))
-            }
-        )
+            columns |= _by_trajectory(update)
+        for group_id, ids in self.updates[0].groups:
+            for one in ids:
+                if one not in stored:
+                    raise StoreError(f"there is no trajectory {one!r} in {self.run.path}")
+                if one not in columns:
+                    raise StoreError(f"step {self.step} stores nothing for trajectory {one}")
+                if one in origins:
+                    stored[one] = replace(stored[one], origin=Origin(origins[one]))
+            members = tuple(stored[one] for one in ids)
+            groups.append(Group(group_id, members[0].task, members))
+        batch = pack(groups)
+        names = set.intersection(*map(set, columns.values())) if columns else set()
+        signals = {}
+        for signal in (s for s in sorted(Signal) if s in names):
+            field, level = _token_field(batch, columns, signal), level_of(signal)
+            signals[signal] = field if level == TOKEN else field.max(level)
+        return batch.put(signals)
 
-    @staticmethod
-    def _signal(batch: Batch, signal: Signal, columns: Mapping[str, Mapping[str, np.ndarray]]) -> Field:
-        values = np.concatenate([columns[one][str(signal)] for one in batch.trajectory_ids]).astype(np.float32)
-        field = Field(batch.tree, TOKEN, torch.from_numpy(values.copy()))
-        level: Level = level_of(signal)
-        return field if level == TOKEN else field.max(level)
-
-    def missing_signals(self, objective: Objective) -> list[str]:
-        """What a method reads and this step cannot provide."""
-        available = set(self.packed.columns) | {Signal.LOGP, Signal.ENTROPY} | set(SAME_BEFORE_UPDATE)
-        return sorted(str(signal) for signal in objective.signals if signal not in available)
-
-    def factors(self, recipe: Recipe | None = None, own: bool | None = None) -> MethodFactors:
-        """Factors under ``recipe``, or the run's own method. The objective's memory is that before the step."""
-        own = recipe is None if own is None else own
-        recipe = recipe or self.recipe
+    def factors(self, method: str = "") -> MethodFactors:
+        """Factors under a method of the catalogue, or the run's own. The objective's memory is that before the step."""
+        recipe = catalogue.parse_method(method) if method else self.recipe
         objective = recipe.objective
-        missing = self.missing_signals(objective)
+        available = {*self.packed.columns, Signal.LOGP, Signal.ENTROPY, *SAME_BEFORE_UPDATE}
+        missing = sorted(str(signal) for signal in objective.signals if signal not in available)
         if missing:
             raise SettingError(
                 f"this method reads {', '.join(missing)}, which the run did not measure; choose a method that needs only "
                 "log-probabilities and entropies"
             )
-        if own and self.updates[0].memory:
+        if not method and self.updates[0].memory:
             objective.memory.load_state_dict(dict(self.updates[0].memory))
-        part = self._part(objective, own)
+        part = self._planned(objective, own_method=not method)
         policy = {
             signal: part[signal].to(torch.float64).map(lambda x: x.clone().requires_grad_())
             for signal in objective.signals_with_gradient
@@ -137,46 +108,41 @@ class StoredStep:
         }
         return MethodFactors(recipe, part, decompose(objective, part, policy))
 
-    def _part(self, objective: Objective, own: bool) -> Batch:
+    def _planned(self, objective: Objective, own_method: bool) -> Batch:
         """The planned batch of the chosen update."""
         whole = self.packed
         for before, now in SAME_BEFORE_UPDATE.items():
             if before in objective.signals and before not in whole.columns and now in whole.columns:
                 whole = whole.put({before: whole[now]})
+        # a piece must not see what the learner would not have measured for it
         hidden = BEFORE_BATCH - objective.signals
         whole = replace(whole, columns={key: f for key, f in whole.columns.items() if key not in hidden})
-        credited = objective.credit(whole)
-        part = self._select(credited)
-        part = part.put(vocabulary_size=part.tree.full(BATCH, float(self._vocabulary())))
+        credited, members = objective.credit(whole), set(self.update.trajectories)
+        part = credited.select([i for i, one in enumerate(credited.trajectory_ids) if one in members])
+        config = self.run.path / "initial" / "config.json"  # of the model that the run started with
+        vocabulary = json.loads(config.read_text(encoding="utf-8")).get("vocab_size", 1) if config.is_file() else 1
+        part = part.put(vocabulary_size=part.tree.full(BATCH, float(int(vocabulary))))
         columns = self.update.columns
         if Signal.LOGP in columns:
             part = part.put({Signal.LOGP: self._column(part, "logp")})
-        if own and str(Column.UPDATED_TURNS) in columns:
+        if own_method and str(Column.UPDATED_TURNS) in columns:
             turns = self._column(part, str(Column.UPDATED_TURNS)).max(TURN)
             part = part.put(updated_turns=turns.map(lambda x: x > 0), advantage=self._column(part, "advantage"))
-        if own and str(Column.FREEZE_POLICY) in columns:
+        if own_method and str(Column.FREEZE_POLICY) in columns:
             part = part.put(freeze_policy=part.tree.full(BATCH, 1.0))
         return objective.plan(part)
 
-    def _select(self, batch: Batch) -> Batch:
-        members = set(self.update.trajectories)
-        return batch.select([i for i, one in enumerate(batch.trajectory_ids) if one in members])
-
     def _column(self, part: Batch, name: str) -> Field:
-        columns = self._own_columns
-        values = np.concatenate([columns[one][name] for one in part.trajectory_ids]).astype(np.float32)
-        return Field(part.tree, TOKEN, torch.from_numpy(values.copy()))
+        return _token_field(part, self._columns, name)
 
     @cached_property
-    def _own_columns(self) -> dict[str, dict[str, np.ndarray]]:
+    def _columns(self) -> dict[str, dict[str, np.ndarray]]:
         return _by_trajectory(self.update)
 
-    def _vocabulary(self) -> int:
-        """The size of the policy's vocabulary, from the model that the run started with."""
-        config = self.run.path / "initial" / "config.json"
-        if not config.is_file():
-            return 1
-        return int(json.loads(config.read_text(encoding="utf-8")).get("vocab_size", 1))
+
+def _token_field(batch: Batch, columns: Mapping[str, Mapping[str, np.ndarray]], name: str) -> Field:
+    values = np.concatenate([columns[one][name] for one in batch.trajectory_ids]).astype(np.float32)
+    return Field(batch.tree, TOKEN, torch.from_numpy(values.copy()))
 
 
 def _by_trajectory(update: TokenColumns) -> dict[str, dict[str, np.ndarray]]:
@@ -186,10 +152,3 @@ def _by_trajectory(update: TokenColumns) -> dict[str, dict[str, np.ndarray]]:
     return {
         one: {name: values[end - size : end] for name, values in update.columns.items()} for one, size, end in spans
     }
-
-
-def _with_origin(trajectory: Trajectory, origin: str | None) -> Trajectory:
-    return trajectory if origin is None else replace(trajectory, origin=Origin(origin))
-
-
-__all__ = ["MethodFactors", "StoredStep"]

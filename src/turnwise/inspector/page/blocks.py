@@ -1,4 +1,5 @@
-"""What a view is made of. A view is data: the template draws it, ``--json`` prints it, an exported file contains it.
+"""What a view is asked for and what it is made of. A view is data: the template draws it, ``--json`` prints it, an exported
+file contains it.
 
 Texts are plain text here. Only the template turns them into HTML, and it escapes every one of them.
 """
@@ -10,7 +11,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from turnwise.observe.charts import Cell, Link
+from turnwise.errors import SettingError
+from turnwise.inspector.queries import StepMetrics
+from turnwise.observe.charts import Cell, LineChart, Link, Series
+
+WHOLE = ("step", "token", "update", "offset")
+
+
+@dataclass(frozen=True)
+class ViewQuery:
+    """What to show: ``ViewQuery(step=3, method="gspo")``. Empty or −1: the view chooses."""
+
+    step: int = -1
+    group: str = ""
+    trajectory: str = ""
+    token: int = -1
+    update: int = -1
+    method: str = ""
+    search: str = ""
+    offset: int = 0
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str]) -> ViewQuery:
+        """Parameters of a URL or of flags. Unknown ones are ignored: a browser or a proxy may add some."""
+        parsed: dict[str, Any] = {}
+        for name in (f.name for f in fields(cls) if values.get(f.name)):
+            value = values[name]
+            if name in WHOLE and (not value.lstrip("-").isdigit() or len(value) > 12):
+                raise SettingError(f"{name} is {value[:40]!r}; write a whole number")
+            parsed[name] = int(value) if name in WHOLE else value[:500]
+        return cls(**parsed)
+
+    def step_of(self, steps: Sequence[int], default: int = 0) -> int:
+        """The step that is asked for, else the last of ``steps``."""
+        return self.step if self.step > 0 else steps[-1] if steps else default
 
 
 @dataclass(frozen=True)
@@ -100,6 +134,31 @@ class ViewPage:
     title: str
     about: str
     blocks: Sequence[Any]
+
+
+def step_choice(step: int, steps: Sequence[int]) -> Choice:
+    return Choice("step", "step", str(step), [str(s) for s in steps])
+
+
+def token_link(text: str, trajectory: str, step: int, token: int) -> Link:
+    """The way to why one sampled token got its gradient."""
+    return Link(text, "why", {"trajectory": trajectory, "step": step, "token": token})
+
+
+def curves(metrics: Sequence[StepMetrics], wanted: Sequence[tuple[str, str, str]]) -> list[LineChart]:
+    """One chart for each metric of ``wanted`` (name, title, what it means) that has two values or more."""
+    charts = []
+    for name, title, about in wanted:
+        x, y = points(metrics, name)
+        if len(x) > 1:
+            charts.append(LineChart(title, (Series(title, x, y),), about))
+    return charts
+
+
+def points(metrics: Sequence[StepMetrics], name: str) -> tuple[list[float], list[float]]:
+    """Steps and finite values of one metric."""
+    rows = [(float(row.step), value) for row in metrics if (value := row[name]) is not None]
+    return [x for x, _ in rows], [y for _, y in rows]
 
 
 def as_json(value: Any) -> Any:

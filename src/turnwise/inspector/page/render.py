@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -34,7 +33,12 @@ def asset(name: str) -> str:
 def environment() -> jinja2.Environment:
     loader = jinja2.FunctionLoader(lambda name: (FOLDER / "templates" / name).read_text(encoding="utf-8"))
     env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    env.filters |= {"number": charts.number, "printable": printable, "line": printable_line, "kind": _kind}
+    env.filters |= {
+        "number": charts.number,
+        "printable": printable,
+        "line": printable_line,
+        "kind": lambda b: type(b).__name__,
+    }
     env.globals |= {
         "line_chart": charts.line_chart,
         "heat_map": charts.heat_map,
@@ -46,10 +50,6 @@ def environment() -> jinja2.Environment:
         "bar_width": bar_width,
     }
     return env
-
-
-def _kind(block: Any) -> str:
-    return type(block).__name__
 
 
 def tone(value: float) -> str:
@@ -64,7 +64,7 @@ def bar_width(value: float, values: Sequence[float]) -> str:
 
 def render_page(page: ViewPage, run: str, runs: Sequence[tuple[str, str]], live: bool = False) -> str:
     """``runs``: address and name of each run of the server."""
-    views = [(name, title) for name, (title, _, _) in VIEWS.items()]
+    views = [(name, title) for name, (title, _) in VIEWS.items()]
     template = environment().get_template("page.html")
     return template.render(page=page, run=run, runs=runs, views=views, live=live, exported=False, style="", data="")
 

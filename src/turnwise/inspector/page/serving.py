@@ -1,44 +1,65 @@
-"""Serves the page on a loopback address until it is interrupted, prints one view as JSON, or writes one as a file."""
+"""Serves the page on a loopback address until it is interrupted, prints one view as JSON, or writes one as a file.
+
+The server answers GET only, with one secret token, and shows nothing outside the runs it was given. A browser shows the token
+once in the first address; a cookie that scripts cannot read carries it afterwards. Requests with another host name are refused,
+so that a foreign page cannot reach the server through a name that points to this machine. Transcripts are text: every answer
+forbids scripts that are not this package's own file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import re
+import secrets
 import socket
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from turnwise.core.text import printable_line
-from turnwise.errors import SettingError, StoreError
-from turnwise.inspector.page.app import InspectorApp, import_starlette
-from turnwise.inspector.page.blocks import as_json
-from turnwise.inspector.page.render import render_export
-from turnwise.inspector.page.view_query import ViewQuery
-from turnwise.inspector.page.views.table import show_view
+from turnwise.errors import SettingError, StoreError, TurnwiseError
+from turnwise.inspector.page.blocks import ViewPage, ViewQuery, as_json
+from turnwise.inspector.page.render import asset, render_error, render_export, render_page
+from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.queries import RunReader
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import runs as runs_in
 
 DEFAULT_FOLDER = "runs"
 LOOPBACK = "127.0.0.1"
+COOKIE = "turnwise-view"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
+TYPES = {"style.css": "text/css", "page.js": "text/javascript"}
 
 
 def find_runs(paths: Sequence[str]) -> list[RunReader]:
-    """The runs at these paths; a folder of runs means all of them; without paths, all runs under ``runs``."""
-    found: list[Path] = []
-    for path in paths or (DEFAULT_FOLDER,):
-        inside = [run.path for run in runs_in(path)]
-        found += [Path(path)] if (Path(path) / "run.json").is_file() or not inside else inside
+    """The runs at these paths; a folder of runs means all of them; without paths, all runs under ``runs``, newest first."""
     if not paths and not Path(DEFAULT_FOLDER).is_dir():
         raise StoreError(f"there is no folder {DEFAULT_FOLDER}/ here; write the path of a run: turnwise view RUN")
-    return [RunReader(path) for path in sorted(found, key=_changed, reverse=not paths)]
+    folders: list[Path] = []
+    for path in paths or (DEFAULT_FOLDER,):
+        inside = [run.path for run in runs_in(path)]
+        folders += [Path(path)] if (Path(path) / "run.json").is_file() or not inside else inside
 
+    def changed(folder: Path) -> float:
+        file = folder / "run.json"
+        return file.stat().st_mtime if file.is_file() else 0.0
 
-def _changed(path: Path) -> float:
-    return (path / "run.json").stat().st_mtime if (path / "run.json").is_file() else 0.0
+    return [RunReader(path) for path in sorted(folders, key=changed, reverse=not paths)]
 
 
 def view_json(run: RunReader, view: str, query: ViewQuery) -> str:
@@ -59,15 +80,116 @@ def export_view(run: RunReader, view: str, query: ViewQuery, target: str) -> Pat
     return path
 
 
-def serve_page(
-    runs: Sequence[RunReader], port: int, open_browser: bool, say: Callable[[str], None], view: str = ""
-) -> None:
+class InspectorApp:
+    """All requests, as one class: which runs there are, who may read them, and what they get."""
+
+    def __init__(self, runs: Sequence[RunReader], token: str = "") -> None:
+        try:
+            import starlette.applications  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise SettingError(
+                "the page needs Starlette and uvicorn; install them with: pip install 'turnwise[serve]'"
+            ) from error
+        self.runs, self.token = list(runs), token or secrets.token_urlsafe(24)
+
+    def application(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        answers = {
+            "/": self.index,
+            "/static/{name}": self.static,
+            "/r/{run:int}/export/{view}": partial(self.page, export=True),
+            "/r/{run:int}/{view}": self.page,
+        }
+        return Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in answers.items()])
+
+    def index(self, request: Any) -> Any:
+        """The first address: takes the token into a cookie, then leads to the first run."""
+        from starlette.responses import RedirectResponse
+
+        if self._may_read(request, request.query_params.get("token", "")):
+            answer = RedirectResponse("/", status_code=303, headers=HEADERS)
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path="/")
+            return answer
+        return self._refuse(request) or RedirectResponse("/r/0/overview", status_code=303, headers=HEADERS)
+
+    def static(self, request: Any) -> Any:
+        name = request.path_params["name"]
+        return self._answer(asset(name), TYPES[name]) if name in TYPES else self._error(404, "there is no such file")
+
+    def page(self, request: Any, export: bool = False) -> Any:
+        """One view of one run: as a page, or as one file to save."""
+        refused = self._refuse(request)
+        if refused is not None:
+            return refused
+        try:
+            run, page = self._view(request)
+        except TurnwiseError as error:
+            return self._error(404 if isinstance(error, StoreError) else 400, str(error))
+        if not export:
+            runs = [(f"/r/{i}/overview", reader.name) for i, reader in enumerate(self.runs)]
+            live = page.name == "overview" and run.summary is None
+            return self._answer(render_page(page, run.name, runs, live), "text/html")
+        answer = self._answer(render_export(page, run.name), "text/html")
+        safe = re.sub(r"[^A-Za-z0-9_.-]", "_", run.name)[:80]
+        answer.headers["Content-Disposition"] = f'attachment; filename="{safe}-{page.name}.html"'
+        return answer
+
+    def _view(self, request: Any) -> tuple[RunReader, ViewPage]:
+        number, name = request.path_params["run"], request.path_params["view"]
+        if not 0 <= number < len(self.runs):
+            raise StoreError(f"there is no run {number}")
+        if name not in VIEWS and name not in OTHER_PAGES:
+            raise StoreError(f"there is no view {name[:40]!r}")
+        run, query = self.runs[number], ViewQuery.parse(dict(request.query_params))
+        page = show_view(name, run, query)
+        if name == "why" and query.token < 0 and run.has_ledger:  # the next request asks for a token of this transcript
+            from turnwise.inspector.page import step_cache
+            from turnwise.inspector.page.views.tokens import opened_transcript
+
+            step, trajectory = opened_transcript(run, query)
+            if trajectory:
+                step_cache.warm(run, step, trajectory)
+        return run, page
+
+    def _may_read(self, request: Any, token: str) -> bool:
+        # compare_digest takes the same time for every wrong token; an empty one is wrong
+        local = HOSTS.fullmatch(request.headers.get("host", ""))
+        return bool(local) and hmac.compare_digest(token.encode(), self.token.encode())
+
+    def _refuse(self, request: Any) -> Any:
+        """The answer to a request without the token or with a foreign host name; None: it may read."""
+        if self._may_read(request, request.cookies.get(COOKIE, "")):
+            return None
+        return self._error(403, "open the address that `turnwise view` printed: it contains the token of this server")
+
+    def _answer(self, text: str, kind: str, status: int = 200) -> Any:
+        from starlette.responses import Response
+
+        # half a character cannot be encoded; texts of a run are clean, but a query may contain one
+        body = text.encode("utf-8", "replace")
+        return Response(body, status, dict(HEADERS), media_type=f"{kind}; charset=utf-8")
+
+    def _error(self, status: int, text: str) -> Any:
+        return self._answer(render_error(status, text), "text/html", status)
+
+
+def serve_page(runs: Sequence[RunReader], port: int, open_browser: bool, say: Callable[[str], None]) -> None:
     """Serve until interrupted. The address with the token is printed, and opened in a browser if so wished."""
-    import_starlette()
+    app = InspectorApp(runs)
     import uvicorn
 
-    app = InspectorApp(runs)
-    with _listen(port) as listener:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        try:
+            listener.bind((LOOPBACK, port))
+        except (OSError, OverflowError) as error:
+            raise SettingError(
+                f"port {port} cannot be used: {error}; write another --port, or 0 for any free one"
+            ) from error
         address = f"http://{LOOPBACK}:{listener.getsockname()[1]}/?token={app.token}"
         names = ", ".join(printable_line(run.name, 40) for run in runs[:3]) + (" …" if len(runs) > 3 else "")
         say(f"{names}\n{address}\nread only, this machine only; stop with Ctrl-C")
@@ -79,17 +201,3 @@ def serve_page(
         threading.Thread(target=import_module, args=("turnwise.inspector.page.step_cache",), daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
-
-
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
-    try:
-        listener.bind((LOOPBACK, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise SettingError(
-            f"port {port} cannot be used: {error}; write another --port, or 0 for any free one"
-        ) from error
-    return listener

@@ -36,8 +36,7 @@ def stored_step(run: RunReader, step: int, update: int) -> StoredStep:
 
 @lru_cache(maxsize=SIZE)
 def _factors(run: RunReader, step: int, update: int, method: str) -> MethodFactors:
-    stored = stored_step(run, step, update)
-    return stored.factors(stored.recipe_of(method) if method else None)
+    return stored_step(run, step, update).factors(method)
 
 
 def factors_of(

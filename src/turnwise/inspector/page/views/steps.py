@@ -1,65 +1,181 @@
-"""Pages between the views: one step with its groups, and a search over all trajectories."""
+"""Views of a run over its steps: the overview, one step, who waits for whom, and the search over all trajectories."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from turnwise.inspector.page.blocks import Choice, DataTable, FactList, Note, ViewPage
-from turnwise.inspector.page.view_query import ViewQuery
-from turnwise.inspector.queries import RunReader
-from turnwise.observe.charts import Link
+from turnwise.inspector.page.blocks import (
+    BarChart,
+    Choice,
+    DataTable,
+    FactList,
+    Note,
+    ViewQuery,
+    curves,
+    step_choice,
+)
+from turnwise.inspector.queries import RunReader, StepMetrics
+from turnwise.maths.statistics import wilson
+from turnwise.observe.charts import LineChart, Link, Series, Timeline
 
-PAGE = 100
+CURVES = (
+    ("entropy", "Entropy", "of the policy at the sampled tokens, in nats"),
+    ("grad_norm", "Gradient norm", "before clipping"),
+    ("kl/behaviour", "KL of the sampler", "from the learner, by the k3 estimator"),
+    ("clip_share", "Share of clipped tokens", ""),
+    ("groups/zero_variance", "Groups without spread", "share of groups whose rewards are all equal"),
+    ("tokens_per_turn", "Tokens per turn", ""),
+    ("seconds", "Seconds per step", ""),
+)
+RECENT, STEPS, PAGE, EPISODES = 10, 60, 100, 40
+CHANGED = 3.0  # standard errors
+EXPECTED = ("seconds", "tokens_per_second", "lr", "tasks_drawn")  # metrics that change by the clock or by themselves
+PHASES = (("seconds/rollout", "collect"), ("seconds/learn", "learn"), ("seconds/publish", "publish"))
+STEP_VIEWS = {
+    "who eats the gradient": "gradient", "what if": "what-if", "same policy?": "policy", "who waits for whom": "waits",
+    "is the reward gamed?": "reward",
+}  # fmt: skip
 
 
-def step(run: RunReader, query: ViewQuery) -> ViewPage:
-    """The groups of one step, and its metrics."""
-    steps = run.steps()
-    number = query.step if query.step > 0 else steps[-1] if steps else 1
+def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
+    """How the run goes, and where to look."""
+    rows = [row for row in run.metrics() if row["seconds"] is not None]
+    settings, state = run.settings, "going on, or stopped" if run.summary is None else "finished"
+    trajectories, tokens = run.count_trajectories() if run.has_ledger else (0, 0)
+    facts: list[tuple[str, Any]] = [
+        ("method", str(settings.get("method", ""))),
+        ("environment", str(settings.get("env", ""))),
+        ("model", str(settings.get("model", ""))),
+        ("state", f"{state}: {rows[-1].step if rows else 0} of {settings.get('steps', '?')} steps"),
+        ("trajectories", trajectories),
+        ("sampled tokens", tokens),
+    ]
+    for when in ("before", "after"):
+        success = (run.evaluation(when) or {}).get("summary", {}).get("success")
+        if isinstance(success, int | float):
+            facts.append((f"held-out success {when}", f"{100 * success:.1f} %"))
+    yield FactList("Run", facts)
+    if not rows:
+        yield Note("This run has not finished a step yet.")
+    warnings = [message for message in run.messages() if message.get("level", "info") != "info"]
+    yield from (Note(f"step {message['step']}: {message.get('text', '')}", "warning") for message in warnings[-12:])
+    if run.has_ledger:
+        yield from _outcomes(run)
+    yield from curves(rows, CURVES)
+    if len(rows) >= 6:
+        yield _changes(rows)
+    kept = run.kept_steps() if run.has_ledger else []
+    table = []
+    for row in reversed(rows[-STEPS:]):
+        factors = Link("factors", "gradient", {"step": row.step}) if row.step in kept else None
+        numbers = (row[name] for name in ("success", "reward", "entropy", "grad_norm", "seconds"))
+        table.append((Link(str(row.step), "step", {"step": row.step}), *numbers, factors))
+    columns = ("step", "success", "reward", "entropy", "gradient norm", "seconds", "tokens")
+    yield DataTable("Steps", columns, table, f"newest first, at most {STEPS}")
+
+
+def _outcomes(run: RunReader) -> Iterator[LineChart]:
+    steps = run.step_outcomes()
+    judged = [s for s in steps if s.judged]
+    if len(judged) > 1:
+        bounds = [wilson(s.successes, s.judged) for s in judged]
+        x, y = [float(s.step) for s in judged], [s.successes / s.judged for s in judged]
+        series = Series("success", x, y, [b.low for b in bounds], [b.high for b in bounds])
+        yield LineChart("Success", (series,), "share of trajectories, with Wilson's 95 % interval")
+    if len(steps) > 1:
+        half = [1.96 * s.deviation / math.sqrt(max(1, s.trajectories)) for s in steps]
+        x, y = [float(s.step) for s in steps], [s.reward for s in steps]
+        low, high = [a - b for a, b in zip(y, half)], [a + b for a, b in zip(y, half)]
+        about = "mean of the trajectories ± 1.96 standard errors (siblings share a task, so the interval is too narrow)"
+        yield LineChart("Reward", (Series("reward", x, y, low, high),), about)
+
+
+def _changes(rows: Sequence[StepMetrics]) -> DataTable:
+    """Metrics whose mean over the last steps is far from that of the steps before, in standard errors."""
+    size = min(RECENT, len(rows) // 2)
+    late, early = rows[-size:], rows[-3 * size : -size]
+    changes = []
+    for name in rows[-1].values:
+        a, b = ([v for row in part if (v := row[name]) is not None] for part in (early, late))
+        if len(a) < 2 or len(b) < 2 or name.startswith(EXPECTED):
+            continue
+        error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
+        distance = (statistics.fmean(b) - statistics.fmean(a)) / error if error > 0 else 0.0
+        if abs(distance) >= CHANGED:
+            changes.append((abs(distance), name, statistics.fmean(a), statistics.fmean(b), distance))
+    changes.sort(reverse=True)
+    about = f"mean of the last {size} steps against the {len(early)} before; difference in standard errors, at least {CHANGED:g}"
+    columns = ("metric", "before", "now", "difference")
+    return DataTable("What changed lately", columns, [row[1:] for row in changes[:12]], about)
+
+
+def step(run: RunReader, query: ViewQuery) -> Iterator[Any]:
+    """What one step trained on, and what it logged."""
+    number = query.step
     groups = run.groups(step=number, limit=PAGE, offset=max(0, query.offset))
-    rows = [
-        (
-            Link(g.id, "siblings", {"group": g.id}),
-            g.task.key,
-            g.state,
-            g.reason,
-            g.reward,
-            g.success,
-            "no" if g.reward_low == g.reward_high else "yes",
-            g.trajectories,
-            g.tokens,
-        )
-        for g in groups
-    ]
+    yield step_choice(number, run.steps())
+    yield FactList("Views of this step", [(n, Link("open", view, {"step": number})) for n, view in STEP_VIEWS.items()])
+    rows = []
+    for g in groups:
+        spread = "no" if g.reward_low == g.reward_high else "yes"
+        outcome = (g.state, g.reason, g.reward, g.success, spread, g.trajectories, g.tokens)
+        rows.append((Link(g.id, "siblings", {"group": g.id}), g.task.key, *outcome))
     columns = ("group", "task", "state", "reason", "reward", "success", "spread", "trajectories", "tokens")
-    links = [("who eats the gradient", "gradient"), ("what if", "what-if"), ("same policy?", "policy")]
-    links += [("who waits for whom", "waits"), ("is the reward gamed?", "reward")]
-    blocks: list[Any] = [
-        Choice("step", "step", str(number), [str(s) for s in steps]),
-        FactList("Views of this step", [(name, Link("open", view, {"step": number})) for name, view in links]),
-        DataTable("Groups", columns, rows, f"{query.offset} to {query.offset + len(rows)}"),
-    ]
+    yield DataTable("Groups", columns, rows, f"{query.offset} to {query.offset + len(rows)}")
     if len(groups) == PAGE:
         more = Link("next groups", "step", {"step": number, "offset": query.offset + PAGE})
-        blocks.append(FactList("", [("more", more)]))
-    metrics = [row for row in run.metrics() if row.step == number]
-    numbers = {name: value for row in metrics for name, value in row.values.items()}
-    blocks.append(DataTable("Metrics", ("metric", "value"), sorted(numbers.items())))
-    return ViewPage("step", f"Step {number}", "What one step trained on, and what it logged.", blocks)
+        yield FactList("", [("more", more)])
+    numbers = {name: value for row in run.metrics() if row.step == number for name, value in row.values.items()}
+    yield DataTable("Metrics", ("metric", "value"), sorted(numbers.items()))
 
 
-def search(run: RunReader, query: ViewQuery) -> ViewPage:
-    """Trajectories whose id, reason or text contains the words."""
+def search(run: RunReader, query: ViewQuery) -> Iterator[Any]:
+    """Searches ids, reasons and messages of all trajectories."""
     text = query.search.strip()
-    blocks: list[Any] = []
-    if text:
-        found = run.trajectories(search=text, limit=PAGE, offset=max(0, query.offset))
-        rows = [
-            (Link(t.id, "why", {"trajectory": t.id}), t.task.key, t.step, t.reward, t.status, t.reason, t.tokens)
-            for t in found
-        ]
-        columns = ("trajectory", "task", "step", "reward", "status", "reason", "tokens")
-        blocks.append(DataTable(f"{len(rows)} trajectories", columns, rows, f"that contain {text!r}, at most {PAGE}"))
-    else:
-        blocks.append(Note("Type a word of a transcript, a trajectory's id, or a reason."))
-    return ViewPage("search", "Search", "Searches ids, reasons and messages of all trajectories.", blocks)
+    if not text:
+        yield Note("Type a word of a transcript, a trajectory's id, or a reason.")
+        return
+    rows = [
+        (Link(t.id, "why", {"trajectory": t.id}), t.task.key, t.step, t.reward, t.status, t.reason, t.tokens)
+        for t in run.trajectories(search=text, limit=PAGE, offset=max(0, query.offset))
+    ]
+    columns = ("trajectory", "task", "step", "reward", "status", "reason", "tokens")
+    yield DataTable(f"{len(rows)} trajectories", columns, rows, f"that contain {text!r}, at most {PAGE}")
+
+
+def waits(run: RunReader, query: ViewQuery) -> Iterator[Any]:
+    """Seconds of a step in collecting, learning and publishing; seconds of a turn in sampling and in its tools."""
+    rows = [row for row in run.metrics() if row["seconds"] is not None]
+    if not rows:
+        yield Note("This run has not finished a step yet.")
+        return
+    whole = max(sum(row["seconds"] or 0.0 for row in rows), 1e-9)
+    shares = {name: sum(row[key] or 0.0 for row in rows) / whole for key, name in PHASES}
+    about = "with staleness, collecting goes on while the learner works, and only the waiting for it is counted"
+    yield BarChart("All steps", list(shares), list(shares.values()), about, percent=True)
+    if len(rows) > 1:
+        x = [float(row.step) for row in rows]
+        yield LineChart("Seconds per step", [Series(n, x, [row[key] or 0.0 for row in rows]) for key, n in PHASES])
+        speed = [row["tokens_per_second"] or 0.0 for row in rows]
+        yield LineChart("Sampled tokens per second", (Series("tokens per second", x, speed),))
+    steps = sorted({row.step for row in rows})
+    number = query.step_of(steps)
+    yield Choice("step", "episodes of step", str(number), [str(s) for s in steps])
+    lines = []
+    for row in run.trajectories(step=number, order="t.sampled DESC", limit=EPISODES):
+        at, segments = 0.0, list[tuple[float, float, str]]()
+        for turn in run.trajectory(row.id).turns:
+            for seconds, kind in ((turn.seconds_generating, "sampling"), (turn.seconds_acting, "tools")):
+                if seconds > 0:
+                    segments.append((at, seconds, kind))
+                    at += seconds
+        lines.append((Link(row.id, "why", {"trajectory": row.id}), segments))
+    lines.sort(key=lambda line: -sum(s[1] for s in line[1]))
+    about = (
+        f"turns laid end to end, at most {EPISODES} episodes, slowest first; waiting for a slot counts as sampling, waiting for "
+        "the tools of other episodes is left out"
+    )
+    yield Timeline(f"Episodes of step {number}", lines, about)
