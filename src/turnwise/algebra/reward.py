@@ -45,8 +45,7 @@ class NamedReward(Term):
 class OverlongPenalty(Term):
     """Soft length penalty on n sampled tokens: 0 up to limit − cache, then linear, −1 from limit on.
 
-    r = clip((limit − cache − n) / cache, −1, 0)
-    """
+    r = clip((limit − cache − n) / cache, −1, 0)"""
 
     limit: int
     cache: int = number(above=0, most="limit")

@@ -45,8 +45,7 @@ class Tree:
     """Parent pointers TOKEN → TURN → TRAJECTORY → GROUP of one batch.
 
     Tokens of a turn are in the order they were sampled, turns of a trajectory in the order they were taken.
-    Trajectories may come in any order. A turn may be empty; a group holds at least one trajectory.
-    """
+    Trajectories may come in any order. A turn may be empty; a group holds at least one trajectory."""
 
     def __init__(
         self,

@@ -116,8 +116,7 @@ class Completion:
 class Turn:
     """One action of one agent: what it read since its last action, and what it sampled.
 
-    Example: ``Turn(context=(1, 17, 2), tokens=(40, 41, 3), logp=(-.2, -.7, -.01), version=(5, 5, 5), reward=1.0)``
-    """
+    Example: ``Turn(context=(1, 17, 2), tokens=(40, 41, 3), logp=(-.2, -.7, -.01), version=(5, 5, 5), reward=1.0)``"""
 
     context: Sequence[int]
     tokens: Sequence[int]

@@ -90,8 +90,7 @@ def _ways_by_ties(counts: list[int], abstentions: int, places: int, most: int) -
 def wilson(successes: float, trials: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a proportion: (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
 
-    Stays inside [0, 1] and has a width at 0 and 1, where the normal approximation has none. Without trials it is [0, 1].
-    """
+    Stays inside [0, 1] and has a width at 0 and 1, where the normal approximation has none. Without trials it is [0, 1]."""
     _check_confidence(confidence)
     if not 0 <= successes <= trials:
         raise ValueError(f"{successes} successes in {trials} trials is no proportion")
@@ -114,8 +113,7 @@ def bootstrap(
     """Percentile interval of the mean over tasks, resampling whole *tasks*.
 
     Samples of one task are not independent; resampling single values would make the interval too narrow. ``tasks`` names the
-    task of each value (None: every value is its own task). The estimate is the mean of the tasks' means.
-    """
+    task of each value (None: every value is its own task). The estimate is the mean of the tasks' means."""
     _check_confidence(confidence)
     means_T = task_means(values, tasks)
     if means_T.size == 0:

@@ -38,8 +38,7 @@ def wordings(wordings: int = 4) -> Strategy:
     Paper: MathForge (question reformulation), arXiv 2601.20614.
     Deviation: the environment writes the wordings; the paper asks a strong model for them, and each wording is a question of its
     own: for that write --env calculator,rewrites=3.
-    Sure of: the idea (repository).
-    """
+    Sure of: the idea (repository)."""
     return Reworded(wordings)
 
 
@@ -52,8 +51,7 @@ def arpo(trunks: int = 8, width: int = 2, chance: float = 0.5, weight: float = 0
     Settings: 16 rollouts, 8 from the prompt, width 2, chance 0.5, weight 0.2, the first 20 tokens.
     Deviation: the entropy is that of the whole vocabulary and not divided by its logarithm; decisions are taken when a
     trajectory has ended, generation after generation, with the same probabilities.
-    Sure of: the trigger (official code).
-    """
+    Sure of: the trigger (official code)."""
     return AfterToolResults(trunks, width, chance, weight)
 
 
@@ -63,8 +61,7 @@ def spo_tree(factors: str = "4/2/2", segment: int = 8) -> Strategy:
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: factors 6/6/6, segments of 30 tokens or more.
     Deviation: smaller trees, for smaller groups.
-    Sure of: the tree (official code).
-    """
+    Sure of: the tree (official code)."""
     return SegmentTree(factors, segment)
 
 
@@ -75,8 +72,7 @@ def latr(share: float = 0.5, look: int = 8, near: float = 0.4, again: int = 2) -
     Settings: half of the group, lookahead 20 to 50 tokens, edit distance 0.4.
     Deviation: forks sample their first token; the paper takes the second most likely one above two thresholds. Forks are
     chosen after the parent has ended, by entropy. No schedule of the share.
-    Sure of: the pruning (official code).
-    """
+    Sure of: the pruning (official code)."""
     return UncertainTokens(share, look, near, 1, again)
 
 
@@ -92,8 +88,7 @@ def echo(
     Deviation: C is measured above its minimum ln 5, without which the thresholds cannot be met; forks sample their first token
     and are opened when their parent has ended; trunks are never stopped. Where to branch depends on the model: set high and
     confident. vLLM reports no confidence: then entropy alone decides.
-    Sure of: the rules (official code).
-    """
+    Sure of: the rules (official code)."""
     rule = BranchRule(high, confident=confident, rise=rise, most=most)
     return ConfidenceTree(trunks, rule, PruneRule() if prune else None)
 
@@ -107,8 +102,7 @@ def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0) -> 
     Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5.
     Deviation: a step is a turn, not a paragraph; π(child) is the mean by token; where p is 0, p(child)/p is 0. The local
     advantage of the paper is left out: combine it with a credit for trees, such as that of spo_tree (λ = 0).
-    Sure of: the score (notes on the paper), the guards (ours).
-    """
+    Sure of: the score (notes on the paper), the guards (ours)."""
     return BottleneckTree(trunks, best, each, beta)
 
 
@@ -118,8 +112,7 @@ def r3l(tier: int = 1, diagnosis: str = "verifier") -> Strategy:
     Paper: R3L, arXiv 2601.03715.
     Deviation: the turn is found by the environment's verifier (or surprise) and the advice is its hint; the paper lets the
     policy reflect. Reflections are not trained on.
-    Sure of: pairs and stripped advice (official code).
-    """
+    Sure of: pairs and stripped advice (official code)."""
     return HintedRetry(tier, diagnosis)
 
 
@@ -128,8 +121,7 @@ def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verifier") -> Strat
 
     Paper: Recycling Failures (SCOPE), arXiv 2602.24110.
     Deviation: the verifier is the environment's, the corrector the policy with a hint; repaired tokens have the ordinary ratio.
-    Sure of: the idea (abstract).
-    """
+    Sure of: the idea (abstract)."""
     return RepairedAttempts(repairs, tier, diagnosis)
 
 
@@ -140,8 +132,7 @@ def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:
     Settings: three modes, 3 forced rollouts of each and 3 free ones.
     Deviation: a mode has no tag of its own: an opening such as answer: or <tool_call>, the cheapest first, begins the turn and is
     context. The reward that prefers cheap modes belongs to the method a2fm.
-    Sure of: the group (notes on the paper).
-    """
+    Sure of: the group (notes on the paper)."""
     return ForcedModes(openings, forced)
 
 
@@ -151,8 +142,7 @@ def vines(trunks: int = 1, states: int = 2, vines: int = 8) -> Strategy:
     Paper: Polychromic Objectives for Reinforcement Learning, arXiv 2509.25424.
     Settings: 2 states, 8 vines.
     Deviation: the first state of a rollout is not one of them. The credit of sets belongs to the method polychromic_ppo.
-    Sure of: the sampling (third-party notes).
-    """
+    Sure of: the sampling (third-party notes)."""
     return Vines(trunks, states, vines)
 
 
@@ -162,6 +152,5 @@ def props(wave: int = 2, limit: float = 0.3, divergence: float = 0.01, fits: int
     Paper: On-Policy Policy Gradient Reinforcement Learning Without On-Policy Sampling, arXiv 2311.08290.
     Deviation: the recorded log-probabilities are the behaviour policy's, so a ratio to them corrects for it; the method props
     takes the rollouts as on-policy, as the paper does.
-    Sure of: the rule (official code).
-    """
+    Sure of: the rule (official code)."""
     return CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate))

@@ -32,8 +32,7 @@ def reinforce() -> Recipe:
 
     Paper: Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning, 1992.
     Settings: no baseline, no ratio, sum over the tokens of a trajectory, mean over trajectories.
-    Sure of: the formula (textbook).
-    """
+    Sure of: the formula (textbook)."""
     return Recipe(advantage=Outcome(), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
 
 
@@ -45,8 +44,7 @@ def rloo() -> Recipe:
     Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
     Settings: G 2-4 and a k1 KL of 0.03 inside the reward in the paper's preference runs.
     Deviation: no KL in the reward (`rloo_kl` has it); verifiable rewards do without it.
-    Sure of: the formula (official-lineage code).
-    """
+    Sure of: the formula (official-lineage code)."""
     return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
 
 
@@ -57,8 +55,7 @@ def rloo_kl(beta: float = 0.03) -> Recipe:
 
     Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
     Settings: G 2-4, beta 0.03.
-    Sure of: the formula (official-lineage code).
-    """
+    Sure of: the formula (official-lineage code)."""
     outcome = Outcome() + beta * SumOverTrajectory(NegativeReferenceKL())
     return Recipe(advantage=LeaveOneOut(outcome), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
 
@@ -71,8 +68,7 @@ def grpo(clip: float = 0.2, beta: float = 0.04) -> Recipe:
     Paper: DeepSeekMath, arXiv 2402.03300.
     Settings: G 64, clip 0.2, beta 0.04, one update per batch. Later practice: beta 0 to 0.001, G 8-16.
     Deviation: a group of one gets advantage 0, not its raw reward.
-    Sure of: the formula (official-lineage code), the constants (paper text).
-    """
+    Sure of: the formula (official-lineage code), the constants (paper text)."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(WeightedPenalty(beta, KL("k3")),))
 
 
@@ -84,8 +80,7 @@ def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
     Paper: Understanding R1-Zero-Like Training, arXiv 2503.20783.
     Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens in the paper; 64 here, for the short answers
     of small models).
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length))
 
 
@@ -98,8 +93,7 @@ def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64
     Paper: DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv 2503.14476.
     Settings: low 0.2, high 0.28, G 16, 16 updates per batch, limit 20480, cache 4096, dual clip 10 in its scripts.
     Deviation: limit and cache scaled to short answers; one update per batch by default.
-    Sure of: the formula (official code and paper text).
-    """
+    Sure of: the formula (official code and paper text)."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(low, high, dual),
@@ -116,8 +110,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Recipe:
 
     Paper: Group Sequence Policy Optimization, arXiv 2507.18071.
     Settings: low 3e-4, high 4e-4, four mini-batches per rollout batch, no KL.
-    Sure of: the formula (official team, code in two public trainers).
-    """
+    Sure of: the formula (official team, code in two public trainers)."""
     return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY, cap=10.0), gate=Clip(low, high))
 
 
@@ -128,8 +121,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
 
     Paper: Group Sequence Policy Optimization, arXiv 2507.18071.
     Settings: low 3e-4, high 4e-4, no KL.
-    Sure of: the formula (official team, code in two public trainers).
-    """
+    Sure of: the formula (official team, code in two public trainers)."""
     ratio = PerToken(Importance(TRAJECTORY), cap=10.0)
     return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(low, high))
 
@@ -155,8 +147,7 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Recipe:
 
     Paper: Geometric-Mean Policy Optimization, arXiv 2507.20673.
     Settings: low and high 0.4, no KL in the main setting.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(advantage=Standardise(), gate=GeometricMeanClip(low, high))
 
 
@@ -167,8 +158,7 @@ def cispo(high: float = 5.0) -> Recipe:
 
     Paper: MiniMax-M1, arXiv 2506.13585.
     Settings: only an upper cap; 5 in later studies (the paper does not print it), no KL.
-    Sure of: the formula (paper text, code in three public trainers), the cap (later practice).
-    """
+    Sure of: the formula (paper text, code in three public trainers), the cap (later practice)."""
     return Recipe(advantage=Standardise(), gate=CappedWeight(high), aggregate=Mean(TOKEN))
 
 
@@ -179,8 +169,7 @@ def reinforce_pp(clip: float = 0.2, beta: float = 1e-2, gamma: float = 1.0) -> R
 
     Paper: REINFORCE++: Stabilizing Critic-Free Policy Optimization, arXiv 2501.03262.
     Settings: gamma 1, clip 0.2, beta 1e-3 to 1e-2.
-    Sure of: the formula (official-lineage code).
-    """
+    Sure of: the formula (official-lineage code)."""
     return Recipe(
         advantage=Whiten(ReturnToGo(gamma, TOKEN)),
         gate=Clip(clip, clip),
@@ -196,8 +185,7 @@ def reinforce_pp_baseline(clip: float = 0.2, beta: float = 1e-2) -> Recipe:
 
     Paper: REINFORCE++: Stabilizing Critic-Free Policy Optimization, arXiv 2501.03262.
     Settings: clip 0.2, beta 1e-3 to 1e-2.
-    Sure of: the formula (official-lineage code).
-    """
+    Sure of: the formula (official-lineage code)."""
     return Recipe(
         advantage=Whiten(Standardise(scale=False)),
         gate=Clip(clip, clip),
@@ -213,8 +201,7 @@ def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
 
     Paper: INTELLECT-2, arXiv 2505.07291; the same effect as the dual clip of arXiv 1912.09729.
     Settings: clip 0.2, delta above 1 + clip (4 here), no KL.
-    Sure of: the formula (code in a public trainer), delta (ours).
-    """
+    Sure of: the formula (code in a public trainer), delta (ours)."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip, dual=delta))
 
 
@@ -241,8 +228,7 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
 
     Paper: NGRPO: Negative-enhanced Group Relative Policy Optimization, arXiv 2509.18851.
     Settings: best 1, low 0.16, high 0.24, G 8, no KL.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=StandardiseWithVirtualBest(best),
         gate=Clip(low, high),
@@ -271,8 +257,7 @@ def opo(clip: float = 0.2) -> Recipe:
 
     Paper: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
     Settings: exact on-policy updates, so the clip (0.2) never acts; no KL, no entropy bonus.
-    Sure of: the formula (paper text, released code of a public trainer).
-    """
+    Sure of: the formula (paper text, released code of a public trainer)."""
     return Recipe(advantage=LengthWeightedBaseline(), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
@@ -285,8 +270,7 @@ def remax() -> Recipe:
     Settings: one sampled and one greedy rollout by prompt; here the group size says how many are sampled.
     Deviation: no KL inside the reward. The whole return stands on each token; released code takes the reward to go, which is
     the same where only the outcome is rewarded.
-    Sure of: the formula (paper text, released code of a public trainer).
-    """
+    Sure of: the formula (paper text, released code of a public trainer)."""
     return Recipe(
         advantage=Outcome() - Fact(GREEDY_REWARD),
         ratio=OnPolicy(),
@@ -324,8 +308,7 @@ def grpo_passk(clip: float = 0.2, scale: bool = True, eps: float = 1e-6) -> Reci
 
     Paper: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning, arXiv 2503.19595.
     Settings: k is the group size; scale False leaves the division by std out.
-    Sure of: the formula (released code of a public trainer).
-    """
+    Sure of: the formula (released code of a public trainer)."""
     return Recipe(advantage=BestAboveSecond(scale=scale, eps=eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
@@ -350,7 +333,6 @@ def gpg() -> Recipe:
     Paper: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
     Settings: no std, no clip, no KL.
     Deviation: α counts groups with spread as the paper does; a public trainer counts non-zero rewards.
-    Sure of: the formula (paper text).
-    """
+    Sure of: the formula (paper text)."""
     advantage = ScaleByInformative(Standardise(scale=False))
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=NoGate(), aggregate=Mean(TOKEN))

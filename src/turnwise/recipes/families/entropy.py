@@ -78,8 +78,7 @@ def clip_cov(
     Paper: The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617.
     Settings: fraction 2e-4, window (1, 5), the clip opened to 1/1.
     Deviation: means over the whole step, not the micro-batch.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = Clip(clip_low, clip_high).where(CovarianceClip(fraction, low, high, clip_low, clip_high))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -110,8 +109,7 @@ def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> 
     Paper: Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective RL for LLM Reasoning, arXiv 2506.01939.
     Settings: share 0.2, clip 0.2/0.28, groups without spread re-sampled, no KL.
     Deviation: without the soft overlong penalty of its runs.
-    Sure of: the rule (paper text), the average (released code of a public trainer).
-    """
+    Sure of: the rule (paper text), the average (released code of a public trainer)."""
     gate = Clip(low, high).where(HighestEntropy(share))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), admission=Spread())
 
@@ -143,8 +141,7 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
     Paper: The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617.
     Settings: fraction 2e-3 (7B), 2e-4 (32B), beta 1.
     Deviation: means over the whole step, not the micro-batch.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(),
         gate=NoGate(),
@@ -194,8 +191,7 @@ def steer(
     Paper: Rethinking Entropy Interventions in RLVR: An Entropy Change Perspective, arXiv 2510.10150.
     Settings: 0.8 to 1.2 (linear) or 0.8 to 1 (exponential), clip 0.2/0.28, dual 10.
     Deviation: extremes over the whole step, not the micro-batch.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = Clip(low, high, dual) * DampEntropyChange(least, most, form)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -290,8 +286,7 @@ def hapo(
     Settings: quantile 0.8, alpha and beta 1, clip 0.2, dual 10.
     Deviation: the paper's intent for low-entropy tokens, not its code (where that branch never fires); entropies before the
     first update; the adaptive sampling temperature is left out.
-    Sure of: the formula (official code and its page, which conflict).
-    """
+    Sure of: the formula (official code and its page, which conflict)."""
     entropy = NormalisedEntropy(quantile)
     tokens = Standardise(SpreadTo(TOKEN, Outcome()), correction=0)
     return Recipe(
@@ -329,8 +324,7 @@ def aepo(
     Paper: Arbitrary Entropy Policy Optimization: Entropy Is Controllable in Reinforcement Fine-tuning, arXiv 2510.08141.
     Settings: hot 1.2, cold 0.8, target 0.5 (0.75 best in its sweep), no KL.
     Deviation: the tempered samples are part of each group instead of overwriting the first rows of the batch.
-    Sure of: the mechanics (official code), the objective (paper text), alpha (unspecified).
-    """
+    Sure of: the mechanics (official code), the objective (paper text), alpha (unspecified)."""
     return Recipe(
         advantage=GuidedAdvantage(alpha),
         gate=GateBySelector(Unguided(), Clip(clip, clip), others=ScoreFunction()),
@@ -408,8 +402,7 @@ def epo(
     Paper: EPO: Entropy-regularized Policy Optimization for LLM Agents RL, arXiv 2509.22576.
     Settings: weight 1e-3, band 0 to 2, alpha 0.05 to 0.1, half = half of the steps.
     Deviation: the hinge of the latest paper; the code's constant penalty has no gradient.
-    Sure of: the formula (official code and paper text, which differ).
-    """
+    Sure of: the formula (official code and paper text, which differ)."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(clip, clip),
@@ -449,8 +442,7 @@ def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
 
     Paper: DGPO: Distribution Guided Policy Optimization for fine-grained credit assignment, arXiv 2605.03327.
     Settings: kappa 1, tau 0.5, clip 0.2, no KL.
-    Sure of: the formula (third-party rendering of the paper).
-    """
+    Sure of: the formula (third-party rendering of the paper)."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * ReferenceDivergence(kappa, tau))
 
 
@@ -526,8 +518,7 @@ def echo(
     printed it is at least 1.61, and its thresholds 1.2, 1.0 and 0.4 could never be met. Entropies are those of the whole
     vocabulary. Branches sample their first token and are opened when their parent has ended; only branches are pruned, never
     trunks, and pruning never pays. Where to branch depends on the model: set high and confident.
-    Sure of: the formulas (official code).
-    """
+    Sure of: the formulas (official code)."""
     return Recipe(
         advantage=UncertaintyShaped(Standardise(), boost, bonus),
         gate=TailConfidenceClip(least, most, steep, tail),

@@ -96,8 +96,7 @@ def mc_grpo(eps: float = 1e-3, rescale: bool = False, fallback: bool = False, cl
     Settings: groups of G + 1 (9 here), eps 1e-3. rescale is the GSM8K script's n/(members with A ≠ 0); fallback takes d
     = 1 where d is 0: with rewards of 0 and 1 it always is, and the minority gets ±1/eps, left to gradient clipping. Of
     an even group the median is the lower of the middle two, so that it is a member there, too.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=StandardiseByMedian(eps, rescale, fallback),
         gate=Clip(clip, clip),
@@ -194,8 +193,7 @@ def bnpo(
     Paper: BNPO: Beta Normalization Policy Optimization, arXiv 2506.02864.
     Settings: G 16, 32 tasks, clip 0.2/0.28, dual clip 10, token sums, no KL. rewards: each named one by itself, then the
     mean; () takes all that are named, None the outcome. bottom and top: what counts as 0 and as 1.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=BetaNormalised(WeightedRewards(rewards), bottom, top),
         gate=Clip(low, high, dual),
@@ -252,8 +250,7 @@ def gdpo(
     Settings: all named rewards with weight 1, eps 1e-4; whiten by rows or, as the other released version, by tokens. A
     reward a trajectory was not given counts as 0.
     Deviation: to condition one reward on another, let the environment name the conditioned one.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=StandardiseOverBatch(SumOfStandardised(WeightedRewards(rewards, weights), eps), whiten, eps),
         gate=Clip(clip, clip),
@@ -269,8 +266,7 @@ def dvao(
 
     Paper: Dynamic Variance-adaptive Advantage Optimization for Multi-reward RL, arXiv 2605.25604.
     Settings: all named rewards with weight 1, G 16.
-    Sure of: the formula (third-party notes quoting the method section); eps is ours.
-    """
+    Sure of: the formula (third-party notes quoting the method section); eps is ours."""
     advantage = SumOfStandardised(WeightedRewards(rewards, weights), eps, total_std=True)
     return Recipe(advantage=advantage, gate=Clip(clip, clip))
 
@@ -436,8 +432,7 @@ def risk_po(
     Paper: RiskPO: Risk-based Policy Optimization via Verifiable Reward, arXiv 2510.00911.
     Settings: bundles of 5, a 0.2, b 0.8 (0.9 on easy tasks), omega 1.5, eta 0.1, tracked quantiles.
     Deviation: tasks are bundled at random, not in batch order, so that packing does not change the credit.
-    Sure of: the formula (official code), clip (ours).
-    """
+    Sure of: the formula (official code), clip (ours)."""
     return Recipe(advantage=TailRisk(bundle, a, b, omega, eta, mode, share, baseline, eps), gate=Clip(clip, clip))
 
 
@@ -487,8 +482,7 @@ def canon(
     Settings: mu 1 or 0.5, or None for the batch's mean reward; alpha 1 (below 1, with length, long answers lose); G 16,
     clip 0.2/0.28, no KL, a constant length (8192 in the paper, 64 here).
     Deviation: no cosine schedule of mu.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=ConditionalAdvantage(mu, alpha, metric),
         gate=Clip(low, high),
@@ -530,8 +524,7 @@ def stratified_grpo(
 
     Paper: Stratified GRPO: Handling Structural Heterogeneity in RL of LLM Search Agents, arXiv 2510.06214.
     Settings: alpha 0.8.
-    Sure of: the formula (third-party notes), alpha (unverified).
-    """
+    Sure of: the formula (third-party notes), alpha (unverified)."""
     return Recipe(
         advantage=Blend(Standardise(Outcome(), SameCount(by), eps=eps), Standardise(eps=eps), share=alpha),
         gate=Clip(clip, clip),
@@ -600,8 +593,7 @@ def dgpo_difficulty(
     Paper: Harder Is Better (MathForge), arXiv 2601.20614.
     Settings: softness 2, eps 1e-4, G 8; summed: eps beside the sum of deviations (released code). accuracy: the reward whose mean
     is p, None for the outcome. The mean runs over tokens of these tasks (valid_tokens). Rewrites: --env calculator,rewrites=3.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     term = StandardiseByMeanDeviation(Outcome(), eps, summed)
     return Recipe(
         advantage=DifficultyWeighted(term, softness, accuracy, valid_tokens),
@@ -661,8 +653,7 @@ def capo_calibration(
     Settings: tau 0.6 (1.5B) or 0.5 (7B); right answers of reference perplexity above 2.5 and wrong ones below 1.05 get 0;
     G 8, clip 0.2, no KL. scaled keeps the derivative's 1/τ.
     Deviation: l is taken from the log-probabilities of sampling.
-    Sure of: the formula up to its scale (third-party notes).
-    """
+    Sure of: the formula up to its scale (third-party notes)."""
     return Recipe(advantage=PairwiseCalibration(tau, high, low, scaled), gate=Clip(clip, clip))
 
 
@@ -738,8 +729,7 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
     Paper: COPO: Consistency-Aware Policy Optimization, arXiv 2508.04138.
     Settings: b 0.5, k 1, G 8, eps 1e-6; forced sets w = 0 where the local advantage is 0.
     Deviation: answers are equal by the fact `answer`; where it is not recorded, by their return.
-    Sure of: the formula (official code); the paper's tuned b and k were not found.
-    """
+    Sure of: the formula (official code); the paper's tuned b and k were not found."""
     near, same = Standardise(eps=eps), SameFact("answer")
     across = ConsistencyAdvantage(same, eps)
     return Recipe(
@@ -790,8 +780,7 @@ def adora(
     Paper: ADORA: Training Reasoning Model with Dynamic Advantage Estimation on RL, blog and code, 2025-03.
     Settings: damp 0.1, token mean, KL 1e-3. Right is a reward above 1.01 for its language models (here above 0.5: a task
     pays 1) and above 0.5 for its vision models, where lenient reverses the rule for groups of only right or only wrong answers.
-    Sure of: formula, average and constants (official code).
-    """
+    Sure of: formula, average and constants (official code)."""
     advantage, penalties = (
         LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient),
         (WeightedPenalty(kl, KL("k3")),),
@@ -818,8 +807,7 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
     Paper: Rewarding the Unlikely: Lifting GRPO Beyond Distribution Sharpening, arXiv 2506.02355.
     Settings: beta 0.25, G 32, two passes, KL 0.1.
     Deviation: trajectories with a tiny advantage are kept; one pass by default.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     advantage, penalties = Standardise(UnlikelinessReward(beta), eps=eps), (WeightedPenalty(kl, KL("k3")),)
     return Recipe(advantage=advantage, gate=Clip(clip, clip), penalties=penalties)
 
@@ -846,8 +834,7 @@ def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: floa
     Paper: XRPO: Pushing the Limits of GRPO with Targeted Exploration and Exploitation, arXiv 2510.06672.
     Settings: novelty 2.5, kappa 0.5.
     Deviation: the sharpening alone; `--budget xrpo` allocates rollouts, `--guidance xrpo` shows solved examples.
-    Sure of: the formula (third-party implementation).
-    """
+    Sure of: the formula (third-party implementation)."""
     return Recipe(advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
 
 
@@ -912,8 +899,7 @@ def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: floa
     and as 1.
     Deviation: the state is the task and all sets of its group count, in closed form; no vines inside an episode, no
     critic. Trajectories are equal by the fact `key`; where it is not recorded, by all their actions.
-    Sure of: the formula (third-party notes), beta (ours).
-    """
+    Sure of: the formula (third-party notes), beta (ours)."""
     return Recipe(
         advantage=SetAdvantage(size, SameFact("key", "words"), UnitOutcome(bottom, top)),
         gate=Clip(clip, clip),
@@ -954,8 +940,7 @@ def public_baseline(scale: bool = False, eps: float = 1e-6, clip: float = 0.2) -
     Paper: AdvEvo-MARL: Shaping Internalized Safety through Adversarial Co-Evolution, arXiv 2510.01586.
     Settings: clipped ratio, token mean; scale divides by the std.
     Deviation: any number of agents and functions; the turn fact `function` names it, without it each agent is its own.
-    Sure of: the idea (abstract); the formula is reconstructed.
-    """
+    Sure of: the idea (abstract); the formula is reconstructed."""
     return Recipe(advantage=PublicBaseline(scale, eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
@@ -1026,8 +1011,7 @@ def mssr(
     0.01; 2048 tasks of one rollout (64 here, in repeated passes over a pool of 512: a task must return to have a
     history). strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
     Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
-    Sure of: the formula and constants (third-party notes).
-    """
+    Sure of: the formula and constants (third-party notes)."""
     keep = RetentionByKL(least, most, window, target)
     surprise = UnitOutcome(bottom, top) - SuccessTracker(UnitOutcome(bottom, top), keep, strength, average=True)
     return Recipe(
@@ -1067,8 +1051,7 @@ def poise(normalise: bool = True, eps: float = 1e-6, low: float = 0.2, high: flo
 
     Paper: Your Language Model is Its Own Critic, arXiv 2605.07579.
     Settings: two rollouts per task in the paper (any number here), DAPO's clip and token mean.
-    Sure of: the formula (abstract and third-party notes); the probe's features are reconstructed.
-    """
+    Sure of: the formula (abstract and third-party notes); the probe's features are reconstructed."""
     return Recipe(advantage=LeaveOneOutProbeBaseline(normalise, eps), gate=Clip(low, high), aggregate=Mean(TOKEN))
 
 
@@ -1092,6 +1075,5 @@ def v0(clip: float = 0.2) -> Recipe:
     Settings: none.
     Deviation: a probe of hidden states, refitted on recent batches, stands in for the embedding model and its in-context
     classifier; V₀ is its mean over the other rollouts of the task. No routing between models.
-    Sure of: the model (official code), its use as a baseline (abstract).
-    """
+    Sure of: the model (official code), its use as a baseline (abstract)."""
     return Recipe(advantage=ProbeBaseline(), gate=Clip(clip, clip))

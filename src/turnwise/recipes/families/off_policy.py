@@ -33,8 +33,7 @@ def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: bounds 0.2; the wider 0.6/2.0 train faster. the unweighted variants (NoIS) match it in the paper.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = CappedWeight(cap).where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
@@ -60,8 +59,7 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: bounds 0.2.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = CappedWeight(cap).where(TwoSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
@@ -75,8 +73,7 @@ def rec_ring(
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: bounds 0.2, far bounds 0.6 and 2.0.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = CappedWeight(cap).where(TwoSided(low, high, far_low, far_high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
@@ -88,8 +85,7 @@ def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: bounds 3e-4 and 4e-4.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = ScoreFunction().where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), ratio=Importance(TRAJECTORY), gate=gate)
 
@@ -110,8 +106,7 @@ def red_weight(softness: float = 1.0) -> Recipe:
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: softness 1.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = ScoreFunction() * ExpAdvantage(softness)
     return Recipe(advantage=Standardise(scale=False), ratio=OnPolicy(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -123,8 +118,7 @@ def red_drop() -> Recipe:
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: none.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(scale=False),
         ratio=OnPolicy(),
@@ -141,8 +135,7 @@ def kimi_opmd(tau: float = 0.1) -> Recipe:
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203, after Kimi k1.5.
     Settings: tau 0.1 (its ½ absorbed).
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(scale=False),
         ratio=OnPolicy(),
@@ -159,8 +152,7 @@ def rep_forward(tau: float = 0.1) -> Recipe:
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: tau 0.1.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(scale=False),
         ratio=OnPolicy(),
@@ -177,8 +169,7 @@ def asym_re(tau: float = 0.1) -> Recipe:
 
     Paper: Asymmetric REINFORCE for Off-Policy RL, arXiv 2506.20520.
     Settings: tau 0.1; shifts the other way collapsed in all of its seeds.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     advantage = Standardise(scale=False) + Constant(tau)
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
 
@@ -190,8 +181,7 @@ def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203 (its original version).
     Settings: tau 1, baseline mean.
-    Sure of: formula, average and constants (official code).
-    """
+    Sure of: formula, average and constants (official code)."""
     advantage = SoftBaseline(tau, shrink=True, mean=BASELINES[baseline])
     return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
 
@@ -221,7 +211,6 @@ def vespo(rise: float = 2.0, decay: float = 3.0, rise_negative: float = 3.0, dec
 
     Paper: VESPO: Variational Sequence-Level Soft Policy Optimization, 2026.
     Settings: k 2 and λ 3 where A ≥ 0, k 3 and λ 2 where A < 0.
-    Sure of: formula, average and constants (released code of a public trainer).
-    """
+    Sure of: formula, average and constants (released code of a public trainer)."""
     gate = GammaWeight(rise, decay, rise_negative, decay_negative)
     return Recipe(advantage=Standardise(), ratio=Product(TRAJECTORY), gate=gate, aggregate=Mean(TOKEN))

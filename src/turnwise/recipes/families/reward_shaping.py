@@ -98,8 +98,7 @@ def spo_single(
     Deviation: D is not the drift on the task's last response but the sum of the drifts, each measured on its step's
     batch, of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task
     starts at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
-    Sure of: the formula (official recipe).
-    """
+    Sure of: the formula (official recipe)."""
     return Recipe(
         advantage=Standardise(
             Solved() - SuccessTracker(keep=RetentionByDrift(DriftSinceVisit(), half, low, high), strength=strength),
@@ -162,8 +161,7 @@ def spear(
     Deviation: replayed trajectories are sampled each step, not all at once when the buffer is full; unparsable or
     repetitive outputs and tasks with little spread are not filtered out. `spear_replay` clamps the replayed advantage
     at 0 instead.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     past, fresh = NonNegativeReplay(oldest, size), Not(FromOrigin("replay"))
     value, median = Outcome() + ToolCallBonus(horizon=horizon), PastMedian(Outcome(), fresh)
     recalibrated = RecalibratedReturn(Outcome(), median, PastMedian(Outcome(), fresh, statistic="std"), scale)
@@ -262,8 +260,7 @@ def verl_rank(
     Paper: Beyond the Exploration-Exploitation Trade-off: A Hidden State Approach for LLM Reasoning in RLVR, arXiv 2509.23808.
     Settings: follow 0.3, sharpness 2, kappa 2, weights of (acceleration, speed, rank) as given, prefixes every 40 tokens.
     Deviation: as in its code only the last token gets the bonus; everywhere is the paper's.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=CappedBonus(
             Standardise(), EffectiveRankPotential(follow, sharpness, explore, exploit), kappa, everywhere
@@ -299,8 +296,7 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
     (ratio at most 3 where A < 0), mean over the tokens of each trajectory, no KL.
     Deviation: the last hidden state instead of three layers; the flow learns from successes of the run, without
     pre-training on expert traces.
-    Sure of: formula, average and constants (official code).
-    """
+    Sure of: formula, average and constants (official code)."""
     return Recipe(
         advantage=Standardise() - coef * SumToGo(FlowOutlierScore(threshold, top)),
         gate=Clip(clip, clip, dual),
@@ -361,8 +357,7 @@ def gcpo(
     Paper: GeometryZero: Improving Geometry Solving with Group Contrastive Policy Optimization, arXiv 2506.07160.
     Settings: threshold, length and longest are guesses.
     Deviation: one group is split by whether the action was taken (fact ``action``, else any tool call); ``format`` is a fact.
-    Sure of: the structure (summaries), not the constants.
-    """
+    Sure of: the structure (summaries), not the constants."""
     shaped = (
         Outcome()
         + GroupContrast(UsedAction(), threshold)
@@ -436,8 +431,7 @@ def promed(
     Deviation: environment or data record the Shapley values (facts ``worth k``; examples/shapley_of_facts.py estimates them
     with a model) and the pieces in an answer (turn fact ``uncovered``, one bit each); as in its code a piece counts every time,
     with fresh only the first time.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)
     return Recipe(
         advantage=Standardise(SpreadTo(TOKEN, reward), SameTokenIndex(places), scale=False),
@@ -469,8 +463,7 @@ def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float
     Settings: penalty 1, clip 0.2/0.28, dual 10, G 16; the reward model has 4 B parameters and learns to name the first wrong step
     (turnwise.environments.first_error, then --judge first_error:FOLDER; examples/flaw_finder.py does both).
     Deviation: without a judge the fact ``error`` is the environment's own.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(FlawPenalisedOutcome(penalty)), gate=Clip(low, high, dual), aggregate=Mean(TOKEN)
     )
@@ -524,8 +517,7 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
     Settings: alpha 1; slack about the largest number of calls (a guess); repeated passes over a pool of 128 tasks (ours):
     the fewest calls are remembered across visits.
     Deviation: alone is the factor of its PPO form, here on the group's advantage.
-    Sure of: the formula (third-party notes).
-    """
+    Sure of: the formula (third-party notes)."""
     return Recipe(
         advantage=Standardise(ToolEfficiencyReward(alpha, slack, alone)), gate=Clip(clip, clip), sampler=CyclePool(pool)
     )
@@ -562,8 +554,7 @@ def a2fm(
     Settings: alpha 2; 3 forced rollouts of each of 3 modes and 3 free ones. easy 0.5 is ours, and so are 2 forced rollouts of
     2 modes in groups of 8.
     Deviation: a mode is how a first turn begins, not a tag; correct means a positive reward; no judge and no format reward.
-    Sure of: the reward (notes on the paper), the threshold (unknown).
-    """
+    Sure of: the reward (notes on the paper), the threshold (unknown)."""
     return Recipe(
         advantage=Standardise(CheapestModePays(alpha, easy)),
         gate=Clip(clip, clip),
@@ -598,6 +589,5 @@ def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: flo
     Settings: the weights are guesses.
     Deviation: the episodes of a group must be paraphrases of one request: the environment writes them; its reward is
     not read.
-    Sure of: the idea (abstract); the formula is a reconstruction.
-    """
+    Sure of: the idea (abstract); the formula is a reconstruction."""
     return Recipe(advantage=Standardise(TokenEntropyReward(helpful, stable)), gate=Clip(clip, clip))

@@ -32,8 +32,7 @@ def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
 
     Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
     Settings: cap 2 (1.5 to 5), on a clip of 0.2/0.28 with token mean.
-    Sure of: the formula (official code of three trainers).
-    """
+    Sure of: the formula (official code of three trainers)."""
     gate = Clip(low, high) * TruncatedImportance(cap)
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
@@ -45,8 +44,7 @@ def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Reci
 
     Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
     Settings: cap 2 to 10.
-    Sure of: the formula (official code of three trainers).
-    """
+    Sure of: the formula (official code of three trainers)."""
     gate = Clip(low, high) * TruncatedImportance(cap, TRAJECTORY)
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
@@ -58,8 +56,7 @@ def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
 
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: bounds 0.5 and 2; dropped tokens do not count in the mean.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
@@ -76,8 +73,7 @@ def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
 
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: bounds 0.5 and 2.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
@@ -94,8 +90,7 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
 
     Paper: Ring-1T, arXiv 2510.18855.
     Settings: bounds 0.5 and 5; dropped tokens still count in the mean.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = (Clip(0.2, 0.28) * TruncatedImportance(INF)).where(MismatchWithin(low, high))
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
@@ -107,8 +102,7 @@ def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
 
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: bounds 0.999 and 1.001.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
@@ -135,8 +129,7 @@ def k3_rs(limit: float = 1e-2) -> Recipe:
 
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: limit 1e-3 to 1e-2.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
@@ -163,8 +156,7 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
 
     Paper: rollout correction of a public trainer (verl), 2025.
     Settings: floor 1e-4, cap 2.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
@@ -193,8 +185,7 @@ def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> R
 
     Paper: DeepSeek-V3.2, arXiv 2512.02556.
     Settings: limit about 0.5 (third-party), clip 0.2/0.28, token mean.
-    Sure of: the rule (paper text), the average (released code of a public trainer), the limit (third-party).
-    """
+    Sure of: the rule (paper text), the average (released code of a public trainer), the limit (third-party)."""
     gate = Clip(low, high).where(OffPolicySequenceMask(limit))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -207,8 +198,7 @@ def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
     Paper: AReaL, arXiv 2505.24298.
     Settings: clip 0.2, staleness 4 to 8, cap 5 in its code.
     Deviation: group z-score instead of ±5 rewards normalised over the batch.
-    Sure of: the formula (paper text and official code).
-    """
+    Sure of: the formula (paper text and official code)."""
     gate = (Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap))
     return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
 
@@ -222,8 +212,7 @@ def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
     Settings: low 0.2, high 0.27, cap 5 (recalled).
     Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay does not apply to dense
     models.
-    Sure of: the structure (paper text), the constants (recalled).
-    """
+    Sure of: the structure (paper text), the constants (recalled)."""
     mask = OneSided(low, high, ratio=Importance(proximal=True))
     return Recipe(advantage=Standardise(scale=False), gate=CappedWeight(cap).where(mask), aggregate=Sum(TRAJECTORY))
 
@@ -235,8 +224,7 @@ def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 
 
     Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
     Settings: sigma 1e-6 (1e-2 in an example), its learning rate 5e-4, low 0.5, high 3.
-    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict).
-    """
+    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict)."""
     noise = LayerNoise(sigma, rate)
     return Recipe(advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), smoothing=noise)
 
@@ -248,8 +236,7 @@ def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate:
 
     Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
     Settings: as ALP.
-    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict).
-    """
+    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict)."""
     noise = LayerNoise(sigma, rate)
     return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY), gate=Clip(low, high), smoothing=noise)
 
@@ -266,8 +253,7 @@ def jet_rl(clip: float = 0.2) -> Recipe:
     Settings: e4m3, one precision flow for both sides, wide master weights; the loss is GRPO's.
     Deviation: scales belong to outputs and tokens, not to blocks of 128; backward products and the LM head are not rounded. On a
     CPU only the weights are.
-    Sure of: the principle (abstract), scales and roundings (reconstructed).
-    """
+    Sure of: the principle (abstract), scales and roundings (reconstructed)."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), precision=Precision(learner="fp8"))
 
 
@@ -280,8 +266,7 @@ def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
     Settings: four drafts per kept trajectory are ours (drafts 0), clip 0.2.
     Deviation: for language models; a seed fixes the random numbers, not the text, so a re-sampled draft may diverge.
     fp8 instead of NVFP4. Advantages are z-scores among the kept.
-    Sure of: the two stages and the selection of extremes (abstract and notes), the rest is ours.
-    """
+    Sure of: the two stages and the selection of extremes (abstract and notes), the rest is ours."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(clip, clip),

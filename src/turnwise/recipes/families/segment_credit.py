@@ -253,8 +253,7 @@ def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
     Settings: rho 0.9, clip 0.2; a cut before every 5th such token (2 to 100 tried), 9 completions at each.
     Deviation: cuts are before turns, as many as a group of 16 has forks for (the credit itself takes forks at any token);
     the value of the prompt is the mean return of the other trunks.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=MonteCarloValueDifference(),
         strategy=Branch(trunks, "every"),
@@ -313,8 +312,7 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
     Settings: rho 0.9, branching 6-6-6 every 100 tokens (or 4-5-6), 1024 segments a step, clip 0.2.
     Deviation: a segment lies between two forks, however long it is; of 16 trajectories all but the trunks fork from those,
     spread evenly over their turns (the credit itself takes trees of any depth).
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=TreeValueDifference(scale),
         strategy=Branch(trunks, "even"),
@@ -356,8 +354,7 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
     Deviation: a shared token is stored once and counted once; with copies its credit is the sum, as if each trajectory
     had its own copy of it (the paper's soft setting). Branches start before the turns with the least certain first
     tokens.
-    Sure of: the soft setting and the branching (official code), the mean (summaries of the paper).
-    """
+    Sure of: the soft setting and the branching (official code), the mean (summaries of the paper)."""
     return Recipe(
         advantage=MeanOverPaths(Standardise(PathReturn()), copies),
         strategy=Branch(trunks),
@@ -407,8 +404,7 @@ def r3l(
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
     Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an
     uncertain first token; with `--strategy r3l` a diagnosis names the pivot.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(
         advantage=AmplifiedPositive(SoftBaseline(tau, value=PathReturn()), PathReturn(), alpha, best, perfect),
         ratio=OnPolicy(),
@@ -427,8 +423,7 @@ def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
     Settings: gamma 0.95, mismatch 5 in a public re-run; failures pay −1.
     Deviation: episodes start at the beginning; --guidance ipa --sampler cycle starts them near the end of a solution, and
     earlier as they succeed. Failures with reward 0 have no gradient.
-    Sure of: the formula (third-party notes), not the constants.
-    """
+    Sure of: the formula (third-party notes), not the constants."""
     return Recipe(
         advantage=ReturnToGo(gamma),
         reward=PaidAtEnd(Outcome()),
@@ -477,8 +472,7 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     Settings: at most ``segments`` of a trajectory are trained on, at random; None: all.
     Deviation: a turn that restarts its context is read under that context by itself; the fact ``memory`` is only needed
     to draw segments. Penalties for limits and malformed calls are the environment's.
-    Sure of: the mechanism (third-party notes), not the constants.
-    """
+    Sure of: the mechanism (third-party notes), not the constants."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(clip, clip),
@@ -512,8 +506,7 @@ def optimal_token(clip: float = 0.2, eps: float = 1e-8) -> Recipe:
     Paper: the advantage estimator optimal_token_baseline of a public trainer (verl), 2026.
     Settings: clip 0.2, eps 1e-8; the end of the longest row, beyond all others, has no baseline, and a group of one has none.
     Deviation: no importance weights on W for samplers that differ from the learner.
-    Sure of: formula and constants (released code of a public trainer).
-    """
+    Sure of: formula and constants (released code of a public trainer)."""
     return Recipe(advantage=OptimalTokenBaseline(eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
@@ -620,8 +613,7 @@ def archer(
     steps, as many as fresh ones (share 1), are replayed. One fresh action of each state; fresh 0: the turns of the step itself.
     Deviation: fresh actions are drawn once for a batch, by the policy before it, and slow copies are read once for each batch.
     With baseline the token's own value head is subtracted and learns the verdict.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     actor = PresentActions(fresh)
     return Recipe(
         advantage=Constant(1.0), ratio=OnPolicy(), gate=NoGate() * UtteranceAdvantage(baseline), aggregate=Sum(TURN),
@@ -710,8 +702,7 @@ def direct_advantage(
     reference after every 20 batches are ours (0: never); with --critic separate nothing that the critic reads moves.
     Deviation: a step is a turn; one action of each state unless --strategy branch; each rollout labels its states with its own
     success, which has the gradient of their success rate.
-    Sure of: the quadratic loss (third-party summaries), not the constants.
-    """
+    Sure of: the quadratic loss (third-party summaries), not the constants."""
     regression = ResetReference(AdvantageRegressionError(beta), warm, every)
     return Recipe(
         advantage=TurnValueDifference(probability=True), gate=ZeroGate(), aggregate=Mean(TURN),
@@ -830,8 +821,7 @@ def polychromic_ppo(
     A set of equal members has f = 0.
     Deviation: an action in several sets takes their mean; a vine in no set is credited by GAE. Trajectories are equal by the
     fact `key`; where it is not recorded, by their actions after the state.
-    Sure of: the formula (third-party notes), what several sets give (ours).
-    """
+    Sure of: the formula (third-party notes), what several sets give (ours)."""
     return Recipe(
         advantage=VineSetAdvantage(size, sets, window, bottom, top, GAE(gamma, lam)),
         gate=Clip(clip, clip),

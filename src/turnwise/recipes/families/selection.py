@@ -143,8 +143,7 @@ def d3s(
     Settings: not recovered; a quarter to three quarters of the rows and a fifth to four fifths of their tokens over 100
     batches (ramp) are ours. by_group chooses inside each group (D3S-I).
     Deviation: progress is counted in batches; a step of several mini-batches chooses in each of them.
-    Sure of: the formula (notes and reviews agree), not the constants.
-    """
+    Sure of: the formula (notes and reviews agree), not the constants."""
     subset = LargestVariance(ShareSchedule(rows, rows_end, ramp), by_group)
     return Recipe(
         advantage=Standardise(),
@@ -162,8 +161,7 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", clip: float
     Settings: 4 own and 4 foreign groups of 8, foreign groups without any reward left out; alone it is GRPO without a KL.
     Deviation: token ids are shared instead of text, so runs need one tokenizer; the sender's rewards are kept. Foreign groups are
     drawn at random among the last 256; the released agent also has a variant that takes the best.
-    Sure of: the rule (official code).
-    """
+    Sure of: the rule (official code)."""
     return Recipe(
         advantage=Standardise(),
         ratio=RatioByOrigin(FromOrigin("replay"), Importance(proximal=True)),
@@ -216,8 +214,7 @@ def dart(
     the longest success; repeated passes over a pool of 128 tasks.
     Deviation: a stored success replaces the first rollout of a group that failed, not its oldest; a failing group without one
     stays. Old data comes from --staleness; the four services are one process.
-    Sure of: grouping, weights and constants (official code), the choice of turns (summary of the paper).
-    """
+    Sure of: grouping, weights and constants (official code), the choice of turns (summary of the paper)."""
     return Recipe(
         advantage=Standardise(),
         ratio=Importance(proximal=True),
@@ -249,8 +246,7 @@ def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int
     Settings: value (β₁) 1, beta (β₂) 1e-3, 8 rollouts, groups without spread dropped; the sampler is refreshed every 50 updates.
     Deviation: old data comes from a buffer of whole batches, half of each step of the last 4 policies; the synthesis of tasks is
     not part of it.
-    Sure of: the loss (vendor implementation), the schedule (from memory).
-    """
+    Sure of: the loss (vendor implementation), the schedule (from memory)."""
     return Recipe(
         advantage=SoftBaseline(value),
         gate=ZeroGate(),
@@ -323,8 +319,7 @@ def digirl(
     Paper: DigiRL: Training In-The-Wild Device-Control Agents with Autonomous RL, arXiv 2406.11896.
     Settings: gamma 0.5, cost 0.05, top 10 %, a buffer of 2000 steps (10 training steps here).
     Deviation: one value head; the value of the task is the step value of its first state; the offline phase is the cold start.
-    Sure of: the released form of the step advantage (official code).
-    """
+    Sure of: the released form of the step advantage (official code)."""
     return Recipe(
         advantage=GoodSteps(gamma, cost),
         ratio=OnPolicy(),
@@ -395,8 +390,7 @@ def digi_q(
     Settings: gamma 0.9, least 0.1 or 0.05, 4 to 16 actions of each state.
     Deviation: the actions of a state are the forks of a tree and what the group took there; heads read the policy's detached
     states, not those of a frozen model fine-tuned to foresee changes. Replayed turns have their one logged action.
-    Sure of: losses and extraction (official code).
-    """
+    Sure of: losses and extraction (official code)."""
     return Recipe(
         advantage=Constant(1.0), ratio=OnPolicy(), aggregate=Sum(TURN), keep=BestActionOfState(least),
         penalties=(WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN), rows=AllTokens()),),
@@ -416,8 +410,7 @@ def pivotrl(clip: float = 0.2, pool: int = 256, below: float = 0.9, renew: bool 
     policy of a turn's latest visit profiles it again.
     Deviation: the profiling pass takes the first ``pool`` groups, which are not trained on. What counts as doing the same is the
     environment's (turnwise.environments.expert_turns, or demonstrated:FILE for dialogues of a file).
-    Sure of: filter, reward and baseline (study of the paper and a vendor's recipe), not the threshold and not the average.
-    """
+    Sure of: filter, reward and baseline (study of the paper and a vendor's recipe), not the threshold and not the average."""
     return Recipe(
         advantage=LeaveOneOut(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), strategy=OneTurn(),
         sampler=PivotFilter(pool, below, renew), admission=AfterDraws(pool), budget=Fixed(8, 16),
@@ -487,8 +480,7 @@ def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
     Settings: beta 0.1 and imitation 1 are ours; both stages in one loss instead of one after the other.
     Deviation: one pair by group, its best and its worst trajectory; no rewritten reasoning, no reflection pairs at the turn after
     the fork, no synthesis of tasks, no levels of rollouts (`--budget dart` spends by success).
-    Sure of: the forking point and the loss (reading notes), not the constants.
-    """
+    Sure of: the forking point and the loss (reading notes), not the constants."""
     pairs = ForkingTurnPairs()
     ranked = WeightedPenalty(
         1.0, PreferenceLoss(LogisticLoss(beta), ForkingTurnScore(pairs), pairs), Mean(GROUP), rows=pairs
@@ -507,8 +499,7 @@ def dynaweb(share: float = 0.5, low: float = 3e-4, high: float = 4e-4) -> Recipe
     Settings: 8 rollouts of at most 5 dreamed steps, share 0.5 (some summaries: 0.4), temperature 0.7, top-p 0.9. Write --demos
     oracle and an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py trains its world model).
     Deviation: the bounds are GSPO's; an expert's trajectory counts as sampled by the present policy.
-    Sure of: the mixture (abstract, third-party implementation), the expert's ratio (ours).
-    """
+    Sure of: the mixture (abstract, third-party implementation), the expert's ratio (ours)."""
     return Recipe(
         advantage=Standardise(),
         ratio=RatioByOrigin(FromOrigin("expert"), OnPolicy(), Importance(TRAJECTORY, cap=10.0)),

@@ -42,8 +42,7 @@ def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
     Paper: Stabilizing Off-Policy Training for Long-Horizon LLM Agent (v2 of ST-PPO), arXiv 2511.20718.
     Settings: clip 0.2.
     Deviation: the floor is ours.
-    Sure of: the turn ratio (paper text), the floor (reconstructed).
-    """
+    Sure of: the turn ratio (paper text), the floor (reconstructed)."""
     return Recipe(
         advantage=Standardise(),
         ratio=PerToken(Importance(TURN)),
@@ -82,8 +81,7 @@ def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
 
     Paper: A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718.
     Settings: rollouts delayed by two or more steps; bounds as CISPO or DAPO (the paper's were not found).
-    Sure of: the formula (two third-party notes agree), the bounds (unknown).
-    """
+    Sure of: the formula (two third-party notes agree), the bounds (unknown)."""
     gate = CappedWeight(high, low)
     return Recipe(advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -119,8 +117,7 @@ def ctpo(low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: floa
 
     Paper: Rethinking Importance Sampling in LLM Policy Optimization: A Cumulative Token Perspective, arXiv 2605.07331.
     Settings: low 0.025, high 0.05, dual 0.05, power 0.5.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = WideningClip(low, high, dual, power)
     return Recipe(advantage=Standardise(), ratio=PrefixProduct(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -143,8 +140,7 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Recipe:
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     Settings: cap 20; the thresholds are left to the user (0.15 is ours).
-    Sure of: the formula (code in a public trainer), the thresholds (unconfirmed).
-    """
+    Sure of: the formula (code in a public trainer), the thresholds (unconfirmed)."""
     return Recipe(
         advantage=Standardise(), gate=CappedWeight(cap).where(TotalVariation(low, high)), aggregate=Mean(TOKEN)
     )
@@ -169,8 +165,7 @@ def dppo_kl(limit: float = 0.05, cap: float = 20.0) -> Recipe:
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     Settings: cap 20; the threshold is left to the user (0.05 is ours).
-    Sure of: the formula (code in a public trainer), the threshold (unconfirmed).
-    """
+    Sure of: the formula (code in a public trainer), the threshold (unconfirmed)."""
     return Recipe(advantage=Standardise(), gate=CappedWeight(cap).where(BinaryKL(limit)), aggregate=Mean(TOKEN))
 
 
@@ -234,8 +229,7 @@ def bapo(
     Paper: BAPO: Stabilizing Off-Policy RL for LLMs via Balanced Policy Optimization with Adaptive Clipping, arXiv 2510.18927.
     Settings: share 0.4, bounds from 0.6/1.2 to 0.9/3.0, steps 0.02/0.05, dual 3.
     Deviation: statistic "gradient" by default; with the paper's "value" the lower bound cannot help and runs to its end.
-    Sure of: the search (official code and paper text, which differ in order and statistic).
-    """
+    Sure of: the search (official code and paper text, which differ in order and statistic)."""
     gate = BalancedClip(share, low, high, low_end, high_end, low_step, high_step, dual, statistic)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -248,8 +242,7 @@ def topr(baseline: float = 0.0) -> Recipe:
     Paper: Tapered Off-Policy REINFORCE, arXiv 2503.14286.
     Settings: rewards ±1, n 16, no KL; an effective share of 10 to 20 % good ones works best.
     Deviation: environments here reward 0 and 1, so nothing is tapered unless a reward is negative.
-    Sure of: the formula (paper text).
-    """
+    Sure of: the formula (paper text)."""
     return Recipe(
         advantage=Outcome() - Constant(baseline),
         ratio=Product(TRAJECTORY),
@@ -276,8 +269,7 @@ def sapo(pos: float = 1.0, neg: float = 1.05) -> Recipe:
 
     Paper: Soft Adaptive Policy Optimization, arXiv 2511.20347.
     Settings: pos 1.0, neg 1.05.
-    Sure of: the formula (official, three public trainers agree).
-    """
+    Sure of: the formula (official, three public trainers agree)."""
     return Recipe(advantage=Standardise(), gate=SigmoidGate(pos, neg))
 
 
@@ -351,8 +343,7 @@ def fiberpo(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recip
 
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
     Settings: budgets 0.12/0.05, eps 0.04 in an illustration; none tuned.
-    Sure of: the formula (paper text; its Jacobian was checked by finite differences).
-    """
+    Sure of: the formula (paper text; its Jacobian was checked by finite differences)."""
     return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps), gate=NoGate())
 
 
@@ -363,8 +354,7 @@ def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -
 
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
     Settings: none published. A domain here is an environment at one difficulty.
-    Sure of: the formula (paper text).
-    """
+    Sure of: the formula (paper text)."""
     return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps, domains=True), gate=NoGate())
 
 
@@ -401,8 +391,7 @@ def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Rec
 
     Paper: Ratio-Variance Regularized Policy Optimization, arXiv 2601.03320.
     Settings: λ about 0.04 (third-party); target and rate ours.
-    Sure of: the Lagrangian (abstract-level text and notes), the dual step and constants (reconstructed).
-    """
+    Sure of: the Lagrangian (abstract-level text and notes), the dual step and constants (reconstructed)."""
     return Recipe(
         advantage=Standardise(),
         gate=NoGate(),
@@ -418,8 +407,7 @@ def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
 
     Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
     Settings: bounds 0.3, softness 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     gate = RatioRegression(MedianCentred(), softness, low, high)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -479,8 +467,7 @@ def vcpo(cap: float = 8.0, base: float = 1.0) -> Recipe:
     Paper: Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs, arXiv 2602.17616.
     Settings: cap 8, base 1, lag 10, no KL.
     Deviation: weights and norms of the baseline are those before the first update on a batch.
-    Sure of: the formula (official code; the paper's w² is used once, the code's twice).
-    """
+    Sure of: the formula (official code; the paper's w² is used once, the code's twice)."""
     return Recipe(
         advantage=MinimumVarianceBaseline(offpolicy=True, scale=True),
         ratio=Product(TRAJECTORY),
@@ -519,8 +506,7 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
     Paper: Optimal Baseline and Learning-Rate Policy Optimization, arXiv 2511.23310.
     Settings: constants not found.
     Deviation: the noise is estimated from the gradients of equal shares of the groups.
-    Sure of: the baseline (paper text), the learning-rate estimator (reconstructed).
-    """
+    Sure of: the baseline (paper text), the learning-rate estimator (reconstructed)."""
     return Recipe(
         advantage=MinimumVarianceBaseline(),
         gate=Clip(clip, clip),
@@ -566,8 +552,7 @@ def remix(
     Paper: Squeeze the Soaked Sponge: Efficient Off-policy RFT for LLMs, arXiv 2507.06892.
     Settings: two passes, window of 2 policies, replay share 0.4, reset at batch 50 or 100 (0: never), eps 0.2.
     Deviation: a step has all of its fresh groups and so many past ones that they are the replay share of it; no entropy bonus.
-    Sure of: the formulas (third-party notes), the KL's weight (ours).
-    """
+    Sure of: the formulas (third-party notes), the KL's weight (ours)."""
     old = KL("k2", to=Signal.PREVIOUS)
     return Recipe(
         advantage=Standardise(),
@@ -600,8 +585,7 @@ def fg_expo(beta: float = 0.02, clip: float = 0.2, pool: int = 1024, keep: float
     Paper: Frontier-Guided Exploration-Prioritized Policy Optimization, arXiv 2605.11403.
     Settings: beta 0.02, keep 0.9 (of the success rate p at each visit), width 0.35, group of 8.
     Deviation: a step of several mini-batches takes the mean reward of each of them.
-    Sure of: formulas and constants (paper text).
-    """
+    Sure of: formulas and constants (paper text)."""
     penalty = WeightedPenalty(AccuracyWeight(beta), KL("k3"))
     sampler = GaussianFrontier(pool, keep, width)
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(penalty,), sampler=sampler)
@@ -637,8 +621,7 @@ def capo(objective: float = 5.0, policy: float = 5.0, clip: float = 0.2) -> Reci
     Settings: on GRPO 1e-2 and 1e-4 at a learning rate of 1.5e-5; fewer than 8 % of tokens are dropped.
     Deviation: thresholds for tiny models at 3e-4 (about one token in twenty is dropped; the authors' would drop half); the
     whole vocabulary instead of its top 50; the learner's own second moments, held above their mean, instead of shadow ones.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), keep=SmallPredictedChange(objective, policy))
 
 
@@ -676,8 +659,7 @@ def see_upo(clip: float = 0.2, beta: float = 0.002, turns: int = 10) -> Recipe:
     Paper: SeeUPO: Sequence-Level Agentic-RL with Convergence Guarantees, arXiv 2602.06554.
     Settings: up to 10 turns, clip 0.2, KL 0.002, G 8.
     Deviation: the ratio of a turn is its geometric mean (the theory's product is numerically unsafe).
-    Sure of: order and normalisation (third-party notes agree), length normalisation (unverified).
-    """
+    Sure of: order and normalisation (third-party notes agree), length normalisation (unverified)."""
     return Recipe(
         advantage=DivideByBatchStd(Standardise(scale=False)),
         ratio=Importance(TURN),

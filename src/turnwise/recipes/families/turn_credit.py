@@ -73,8 +73,7 @@ def bilevel_gae(
     Paper: RAGEN: Understanding Self-Evolution in LLM Agents via Multi-Turn Reinforcement Learning, arXiv 2504.20073; GAE
     itself is arXiv 1506.02438.
     Settings: gamma 1, lambda 0.95 or 1, turn gamma 0.95; clip, value clip and dual as PPO.
-    Sure of: the two levels (code of several agent trainers), one lambda for both (reconstructed).
-    """
+    Sure of: the two levels (code of several agent trainers), one lambda for both (reconstructed)."""
     target = BiLevelGAE(gamma, lam, turn_gamma) + Measured(Signal.OLD_VALUE)
     return Recipe(
         advantage=Whiten(BiLevelGAE(gamma, lam, turn_gamma)),
@@ -139,8 +138,7 @@ def gigpo(
     episode's return once per turn (the released code), rows=trajectory once.
     Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the
     environment's; a single episode gets 0.
-    Sure of: the formula (official code), the average over trajectories (ours).
-    """
+    Sure of: the formula (official code), the average over trajectories (ours)."""
     return Recipe(
         advantage=Standardise(Outcome(), SameTask(rows), scale)
         + omega * Standardise(ReturnToGo(gamma), SameRecentStates(), scale),
@@ -208,8 +206,7 @@ def hgpo(
     Paper: Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks, arXiv 2602.22817.
     Settings: past K 2 or 4, alpha 1, gamma 0.95, population std, G 8. Levels at which a turn has no peers or is at the
     mean are left out. base=True adds GiGPO's episode term as level 0.
-    Sure of: the formula (official code), clip and KL (GiGPO's, on whose code it is built).
-    """
+    Sure of: the formula (official code), clip and KL (GiGPO's, on whose code it is built)."""
     episode = Standardise(Outcome(), SameTask(rows), scale)
     return Recipe(
         advantage=HierarchyOfGroups(ReturnToGo(gamma), past, alpha, scale, base, episode),
@@ -270,8 +267,7 @@ def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 
     Settings: base GRPO or RLOO; window h 3.
     Deviation: a trajectory that takes a step twice counts once; a single trajectory gets 0. Actions are compared token
     by token.
-    Sure of: the averaging (abstract and summaries), the window (reconstructed), no KL (ours).
-    """
+    Sure of: the averaging (abstract and summaries), the window (reconstructed), no KL (ours)."""
     bases = {"grpo": Standardise(), "rloo": FallbackWithoutPeers(LeaveOneOut(), Constant(0.0))}
     return Recipe(
         advantage=PeerTrajectoryMean(bases[base], SameTransition(window)),
@@ -309,8 +305,7 @@ def igpo(
     Settings: gamma 1, G 16, 32 tasks, at most 10 turns. form=code: returns token by token, minus their mean over the
     trajectories of the task at the same place, no std.
     Deviation: no penalty on the format and no F1; the outcome is what the environment pays.
-    Sure of: both forms (official code and notes on the paper), the weight of the KL (ours).
-    """
+    Sure of: both forms (official code and notes on the paper), the weight of the KL (ours)."""
     forms = {
         "paper": SumToGo(Standardise(EnvironmentReward()), gamma),
         "code": Standardise(ReturnToGo(gamma, TOKEN), SameTokenIndex(), scale=False),
@@ -424,8 +419,7 @@ def infopo(
     Paper: Information-Driven Policy Optimization for User-Centric Agents, arXiv 2603.00656.
     Settings: beta 0.5, gate temperature T 0.05, rate 0. per_token divides I among the tokens of its turn (the released code).
     Deviation: the decay exp(−rate · t) counts batches, not epochs; every turn of an episode has the same weight.
-    Sure of: the formula (official code), no KL (ours).
-    """
+    Sure of: the formula (official code), no KL (ours)."""
     information = LimitStd(StandardiseNonZero(FeedbackInformationGain(per_token)), Standardise())
     return Recipe(
         advantage=Standardise() + beta * ExponentialDecay(LowSpreadGate(information, gate_temperature), rate),
@@ -462,8 +456,7 @@ def mars(
     Paper: MARS: Reinforcing Multi-Agent Reasoning of LLMs through Self-Play in Strategic Games, arXiv 2510.15414.
     Settings: clip 0.2, KL 0.2, dual clip on, 384 trajectories. game=domain takes all tasks of a kind for one game.
     Deviation: sums first and centres then, as the paper; the released code centres twice and whitens between.
-    Sure of: the formula (paper text and official code), the dual clip's 3 (common default).
-    """
+    Sure of: the formula (paper text and official code), the dual clip's 3 (common default)."""
     return Recipe(
         advantage=Standardise(AgentReturnToGo(), SameAgent(game), scale=False),
         gate=Clip(clip, clip, dual),
@@ -527,8 +520,7 @@ def trloo(
     Settings: gamma 1, clip 0.2/0.28, N 16, 3 turns, no KL. Turns recorded as invalid are left out. absent=outcome
     counts episodes that have ended with their total return, absent=nothing with 0 (ours).
     Deviation: its rewards for kernels and its rejection of mismatched sequences are left out.
-    Sure of: the formula (official code), the average over trajectories (ours).
-    """
+    Sure of: the formula (official code), the average over trajectories (ours)."""
     valid = Fact("valid", TURN, missing=1.0)
     return Recipe(
         advantage=LeaveOneOutAtTurn(ReturnToGo(gamma), absent, valid),
@@ -565,8 +557,7 @@ def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3,
     Settings: clip 0.2/0.3, KL 0.001, G 8, batch 32, temperature 0.7. rows=turn counts every planner turn (released code).
     Deviation: without the turn fact "planner" every turn is the planner's; a single value gets 0. A loop of planner, executor,
     verifier and generator with a shared memory is in examples/planner_and_verifier.py.
-    Sure of: the formula (official code).
-    """
+    Sure of: the formula (official code)."""
     planner = Fact("planner", TURN, missing=1.0)
     return Recipe(
         advantage=OnMarkedTurns(planner, Standardise(Outcome(), SameTask(rows, planner))),
@@ -622,8 +613,7 @@ def srgpo(
     Paper: SeeNav-Agent: Enhancing Vision-Language Navigation with Visual Prompt and Step-Level Policy Optimization,
     arXiv 2512.02631.
     Settings: size 16 (-1: one group of all), omega 0.5, KL 0.01, at most 20 steps; rows as in GiGPO.
-    Sure of: the formula (official code), the average over trajectories (ours).
-    """
+    Sure of: the formula (official code), the average over trajectories (ours)."""
     return Recipe(
         advantage=Standardise(Outcome(), SameTask(rows), scale)
         + omega * Standardise(EnvironmentReward(), RandomGroups(size, within)),
@@ -671,8 +661,7 @@ def ui_s1(
     Deviation: the turn fact "match" is the environment's, and so is patching a history with the expert's action: write --env
     turnwise.environments.expert_path:KeyDoorPath,patches=2 (or LookupPath, or ExpertPath before a class of your own). Groups
     without any spread are re-sampled, those below 0.3 only left out.
-    Sure of: the formula (official code), the average over trajectories (ours).
-    """
+    Sure of: the formula (official code), the average over trajectories (ours)."""
     turns, matched = SameTask("turn"), ReturnUntilMismatch(Fact("match", TURN), gamma)
     return Recipe(
         advantage=episode_weight * FallbackWithoutPeers(Standardise(Outcome(), turns, scale), Outcome(), turns)

@@ -75,8 +75,7 @@ def b_coder(
     With --eval-samples 2 or more, evaluations report the success of the answer that Q ranks first (reranked_success).
     Deviation: the paper's cross-entropy to the model is k3, which has its gradient on the policy's samples; the values of the
     target are those before the batch, not a slow copy's; data are the run's own rollouts, one pass each.
-    Sure of: dueling form, operator and ranking (summaries), not the constants.
-    """
+    Sure of: dueling form, operator and ranking (summaries), not the constants."""
     return Recipe(
         advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
         penalties=(
@@ -121,8 +120,7 @@ def vas(
     are, too.
     Deviation: Q(s, a) is a linear head of the frozen policy's states with an output for each token, where the paper's V(s∘a) is
     a model of its own that reads the token.
-    Sure of: formula and constants (official code).
-    """
+    Sure of: formula and constants (official code)."""
     return Recipe(
         advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
         penalties=(WeightedPenalty(1.0, ActionValueError(gamma, lam)),),
@@ -152,8 +150,7 @@ def props(
     task) with Adam at 1e-3 (here plain steps of rate 3 on a table).
     Deviation: φ is a table of logit shifts for the tokens drawn after each prefix of a task's rollouts; the buffer is the group,
     no older batches.
-    Sure of: the formula (official code), not the rate.
-    """
+    Sure of: the formula (official code), not the rate."""
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)), ratio=Importance(TOKEN, proximal=True), gate=Clip(clip, clip), aggregate=Mean(TOKEN),
         penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
