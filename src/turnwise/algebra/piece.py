@@ -9,13 +9,12 @@ the piece as its key; micro-batches then just sum. This module does not know any
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields, is_dataclass
-from dataclasses import Field as DataclassField
-from typing import Any, dataclass_transform
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
 
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, Field
-from turnwise.core.limits import check_limits
+from turnwise.core.limits import Declared
 from turnwise.core.signals import Signal
 from turnwise.errors import RecipeError
 from turnwise.maths.lazy_torch import torch
@@ -25,31 +24,11 @@ State = dict[str, Any]
 """Numbers by name; a tracker keeps one row per task under the task's key. JSON-able."""
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-class Piece:
-    """Interface. A subclass is a frozen dataclass without the decorator; ``parts`` finds the pieces inside its fields.
+class Piece(Declared):
+    """Interface. A piece is a frozen dataclass, by its base; ``parts`` finds the pieces inside its fields.
 
     What a piece reads, requires and accepts is declared: ``reads = frozenset({Signal.PROXIMAL})`` beside its fields, or a
     property where it depends on them; the limits of a field with ``number`` and ``choice`` of ``core/limits.py``."""
-
-    def __init_subclass__(cls) -> None:
-        declared = {name: value for name, value in vars(cls).items() if isinstance(value, DataclassField)}
-        dataclass(frozen=True)(cls)
-        # A user's own piece may carry the decorator as well. It runs after this hook and reads the class again: it must find
-        # the limits that were declared, and no __setattr__, which it refuses to replace.
-        for name, value in declared.items():
-            setattr(cls, name, value)
-        del cls.__setattr__, cls.__delattr__
-
-    def __setattr__(self, name: str, value: Any = None) -> None:
-        raise FrozenInstanceError(
-            f"a piece is frozen: {name!r} cannot be changed; write dataclasses.replace(piece, {name}=...)"
-        )
-
-    __delattr__ = __setattr__
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -99,7 +78,7 @@ class Piece:
     def parts(self) -> Iterator[Piece]:
         """This piece and all pieces inside it."""
         yield self
-        for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+        for f in fields(self):
             value = getattr(self, f.name)
             for inner in value if isinstance(value, tuple) else (value,):
                 if isinstance(inner, Piece):

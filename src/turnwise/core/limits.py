@@ -4,14 +4,14 @@
     low: float = number(0.6, least=0, most="high")    at most the field ``high`` of the same object
     form: str = choice("linear", "exponential")       the first one is the default
 
-``check_limits`` in ``__post_init__`` reads them; pieces of recipes inherit that. Knows no particular object.
+``Declared`` checks them when an object is made, ``check_limits`` where another dataclass has them. Knows no particular object.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import MISSING, field, fields
-from typing import Any
+from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field, fields
+from typing import Any, dataclass_transform
 
 from turnwise.errors import RecipeError
 
@@ -66,3 +66,27 @@ def check_limits(owner: Any) -> None:
             span = " ".join(f"{SIGNS[side]} {bound}" for side, bound in declared.items())
         none = ", or None" if "None" in str(f.type) else ""
         raise RecipeError(f"{head}; write a number {span}{named}{none}{why and ': ' + why}")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Declared:
+    """Base of what a recipe is made of: a subclass is a frozen dataclass without the decorator, and its limits are checked."""
+
+    def __init_subclass__(cls) -> None:
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        dataclass(frozen=True)(cls)
+        # A user's own piece may carry the decorator as well. It runs after this hook and reads the class again: it must find
+        # the limits that were declared, and no __setattr__, which it refuses to replace.
+        for name, value in declared.items():
+            setattr(cls, name, value)
+        del cls.__setattr__, cls.__delattr__
+
+    def __setattr__(self, name: str, value: Any = None) -> None:
+        raise FrozenInstanceError(
+            f"a piece is frozen: {name!r} cannot be changed; write dataclasses.replace(piece, {name}=...)"
+        )
+
+    __delattr__ = __setattr__
+
+    def __post_init__(self) -> None:
+        check_limits(self)

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
+from turnwise.core.limits import Declared
 from turnwise.core.records import Group
 
 
-class Admission(Protocol):
-    """Interface: which finished groups are trained on."""
+class Admission(Declared):
+    """Interface: the group or a subset of it; or, if it is rejected, the reason."""
 
     def __call__(self, group: Group) -> Group | str:
-        """The group or a subset of it; or, if it is rejected, the reason."""
-        ...
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class AdmitAll:
+class AdmitAll(Admission):
     """Admits every group that has a trajectory."""
 
     def __call__(self, group: Group) -> Group | str:
         return group
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(Admission):
     """Admits only groups whose rewards differ by more than ``least``: equal rewards give no gradient (dynamic sampling)."""
 
     least: float = 1e-6
@@ -36,8 +33,7 @@ class Spread:
         return group if max(rewards) - min(rewards) > self.least else "no spread of rewards"
 
 
-@dataclass(frozen=True)
-class NotPerfect:
+class NotPerfect(Admission):
     """Rejects groups in which every trajectory already has the best reward."""
 
     best: float = 1.0
@@ -46,8 +42,7 @@ class NotPerfect:
         return group if min(t.reward for t in group.trajectories) < self.best else "all perfect"
 
 
-@dataclass(frozen=True)
-class AfterDraws:
+class AfterDraws(Admission):
     """Rejects the first ``draws`` groups that a sampler drew, those of a profiling pass: until then the policy stays as it is."""
 
     draws: int
@@ -56,8 +51,7 @@ class AfterDraws:
         return group if int(group.id.split("~")[0]) >= self.draws else "profiling"
 
 
-@dataclass(frozen=True)
-class Balance:
+class Balance(Admission):
     """Admits at most as many trajectories below the group's mean reward as above it; which of the surplus are dropped is
     decided by a hash of their ids."""
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from turnwise.core.limits import check_limits, number
+from turnwise.core.limits import Declared, number
 from turnwise.core.records import Group, Origin, Status, Task
 from turnwise.core.stateful import Stateful, remember
 
@@ -47,8 +47,7 @@ class LiveBudget(Stateful):
         return {}
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(Declared):
     """Interface: the frozen description of a budget. A subclass names the class of its live state in ``live``; fields ``least``
     and ``most`` bound the trajectories of one group."""
 
@@ -56,9 +55,6 @@ class Budget:
     size: int = number(8, least=1)
 
     live: ClassVar[type[LiveBudget]] = LiveBudget
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     @property
     def largest(self) -> int:
@@ -75,12 +71,10 @@ class Budget:
         return self.live(self)
 
 
-@dataclass(frozen=True)
 class Fixed(Budget):
     """``groups`` groups per step, ``size`` trajectories per group."""
 
 
-@dataclass(frozen=True)
 class Wide(Budget):
     """Few tasks with ``size`` trajectories each: as many rollouts per step as the budget it replaces, and at least one task."""
 
@@ -152,7 +146,6 @@ def most_probable_counts(logp: np.ndarray, members: Sequence[int], arms: Sequenc
     return list(best[nearest][1])
 
 
-@dataclass(frozen=True)
 class BinBandit(Budget):
     """A bandit for each bin of difficulty chooses the number of rollouts of its tasks, under an exact mean.
 
@@ -235,7 +228,6 @@ def trim(sizes: list[int], total: int, least: int, most: int) -> list[int]:
     return sizes
 
 
-@dataclass(frozen=True)
 class PredictedUtility(Budget):
     """Rollouts one at a time to the task with the largest gain of U(n) = n(1 − p)(1 − (1 − p)^(n − 1)): the expected number of
     wrong samples in a group that also has a right one. p is the mean of a Beta posterior over the task's past outcomes; a task
@@ -265,7 +257,6 @@ class _RoundsOfUncertainty(LiveBudget):
         return self.rule.allocate(counts, spreads, self.rule.size * len(tasks) - sum(counts))
 
 
-@dataclass(frozen=True)
 class RoundsOfUncertainty(Budget):
     """``first`` trajectories for each task, then the rest one at a time to the largest priority h(n) − h(n + 1) +
     bonus·√(log(1 + T)/n), with h(n) = t·s/√n the half-width of the confidence interval of the task's mean reward."""
@@ -360,7 +351,6 @@ class _FallingWithSuccess(LiveBudget):
         return {"budget/turn_limit": float(np.mean(limits))} if limits else {}
 
 
-@dataclass(frozen=True)
 class FallingWithSuccess(Budget):
     """All ``size`` trajectories while a task's success rate over its last ``window`` groups is at most ``easy``, then linearly
     fewer, down to ``least`` at a rate of 1. The turn limit of a task is its longest success, plus ``spare`` turns."""
@@ -401,7 +391,6 @@ class _TurnPercentile(LiveBudget):
         return {f"budget/turn_limit_{level}": float(self.limit(int(level))) for level in self.turns}
 
 
-@dataclass(frozen=True)
 class TurnPercentile(Budget):
     """The usual number of rollouts; episodes end after the ``percent``-th percentile of the turns of finished episodes of the
     same difficulty. The first ``calibrate`` episodes of a difficulty have the environment's limit, and one group in

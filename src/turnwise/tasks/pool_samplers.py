@@ -23,7 +23,6 @@ Array = np.ndarray
 BINS = 10  # of the histogram of believed success rates
 
 
-@dataclass(frozen=True)
 class PoolSampler(Sampler):
     """The first ``pool`` tasks of the stream."""
 
@@ -152,7 +151,6 @@ def thompson_score(p: Array) -> Array:
     return p * (1 - p) ** 2
 
 
-@dataclass(frozen=True)
 class ThompsonFrontier(PoolSampler):
     """The tasks of largest p̃(1 − p̃)², p̃ drawn from the Beta posterior of each task's success rate.
 
@@ -219,7 +217,6 @@ def diversity(answers: Sequence[Sequence[int]]) -> float:
     return 1.0 - sum(bleu) / len(bleu)
 
 
-@dataclass(frozen=True)
 class VariancePromotion(PoolSampler):
     """A share of each wave is drawn, with replacement, in proportion to a·p(1 − p) + b·diversity; the rest follows a fixed
     permutation, so that every task is seen once per cycle. Weights are renewed every ``every`` waves from the latest group of
@@ -285,7 +282,6 @@ class _Bins(LivePool):
         return {**super().metrics(), **{f"difficulty/weight_{b}": float(x) for b, x in enumerate(q)}}
 
 
-@dataclass(frozen=True)
 class BinAdversary(PoolSampler):
     """Tasks in proportion to an adversary's distribution over bins of difficulty: q(b) ∝ (1 − floor)·exp(rate·S(b)) + floor.
 
@@ -326,7 +322,6 @@ class _Gaussian(LivePool):
         self.weights[i] = self.rule.weight(self.rate[i])
 
 
-@dataclass(frozen=True)
 class GaussianFrontier(PoolSampler):
     """Weight exp(−(p − center)²/(2·width²)) on an exponential mean p of each task's success rate, which starts at 0.5."""
 
@@ -369,7 +364,6 @@ class _Pivots(LivePool):
         return {**super().metrics(), "tasks_pivots": float(self.is_pivot().sum())}
 
 
-@dataclass(frozen=True)
 class PivotFilter(PoolSampler):
     """First one pass over the pool, to profile each task with its group. Then only pivots are issued: tasks whose profiled
     results differ and whose mean is below ``below``; uniformly. ``renew``: profiled again at each visit. Without a pivot: all."""
@@ -414,7 +408,6 @@ class _Window(LivePool):
         return {**super().metrics(), "tasks_window": self.center}
 
 
-@dataclass(frozen=True)
 class SlidingWindow(PoolSampler):
     """A Gaussian window over a ranking of the tasks; it moves on as the policy succeeds:
     μ ← μ + clip(step·tanh(slope·(accuracy/best − target)) + step·tanh(slope·concentration), 0, furthest).

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from turnwise.core.limits import check_limits, number
+from turnwise.core.limits import Declared, number
 from turnwise.core.records import Group, Task
 from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful
@@ -22,14 +22,10 @@ from turnwise.errors import SettingError
 from turnwise.tasks.task_source import TaskStream, shuffled_index
 
 
-@dataclass(frozen=True)
-class Sampler:
+class Sampler(Declared):
     """Interface: the frozen description of a sampler. A subclass names the class of its live state in ``live``."""
 
     live: ClassVar[type[LiveSampler]]
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     def open(self, tasks: TaskStream) -> LiveSampler:
         return self.live(tasks, self)
@@ -73,7 +69,6 @@ def weighted_permutation(weights: Sequence[float], rng: random.Random) -> list[i
     return sorted(range(len(keys)), key=lambda i: -keys[i])
 
 
-@dataclass(frozen=True)
 class Uniform(Sampler):
     """Every draw is a new task; all difficulties are equally likely."""
 
@@ -92,7 +87,6 @@ class _CyclePool(LiveSampler):
         return {**super().metrics(), "tasks_passes": self.drawn / self.rule.pool}
 
 
-@dataclass(frozen=True)
 class CyclePool(Sampler):
     """Cycles through the first ``pool`` tasks of the stream, each once per epoch, so that per-task state (a baseline, a
     replay buffer) meets its task again."""
@@ -132,7 +126,6 @@ class _UnsolvedPool(LiveSampler):
         return {**super().metrics(), "tasks_solved": float(solved)}
 
 
-@dataclass(frozen=True)
 class Unsolved(Sampler):
     """Cycles through a pool of ``pool`` tasks and skips every task whose success rate over all its episodes has reached
     ``solved``. When all are solved, the next ``pool`` tasks of the stream replace them."""
@@ -173,7 +166,6 @@ class _UncertaintyPool(LiveSampler):
         return {**super().metrics(), "tasks_seen": float(len(self.posteriors))}
 
 
-@dataclass(frozen=True)
 class UncertaintySampler(Sampler):
     """Prefers tasks of uncertain outcome: ``round`` tasks at a time from a pool of ``pool``, without replacement within a
     round, with weight √(v(1−v)) + floor.
@@ -230,7 +222,6 @@ def parse_shares(text: str, difficulties: tuple[int, ...]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-@dataclass(frozen=True)
 class WeightedSets(Sampler):
     """The sets of tasks of each difficulty, in the given shares: ``weights`` = "0.2/0.3/0.5". Shares hold exactly, as far as
     whole tasks allow: each draw comes from the set that is furthest below its share."""
@@ -271,7 +262,6 @@ class _Stages(LiveSampler):
         return {**super().metrics(), "tasks_stage": float(self.stage), "tasks_in_stage": float(self.finished)}
 
 
-@dataclass(frozen=True)
 class Stages(Sampler):
     """One stage for each difficulty, from the first to the last. A stage ends after ``groups`` finished groups of its own
     difficulty, or once their mean success over the last ``window`` reaches ``solved``. In later stages ``review`` of the tasks
