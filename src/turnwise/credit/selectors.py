@@ -33,9 +33,6 @@ class Selector(Mask):
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.select(view.batch)}
 
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
-
 
 class SelectedPeers(Peers):
     """The selected trajectories of a group are peers of each other; so are the remaining ones."""

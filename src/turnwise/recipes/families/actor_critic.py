@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
@@ -60,13 +61,8 @@ def turn_ppo(
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
     Deviation: the paper leaves open whether the turn ratio is differentiated as a whole; here each token has its own gradient.
     Sure of: the turn ratio (paper text), the gradient path (reconstructed)."""
-    return Recipe(
-        advantage=Whiten(GAE(gamma, lam)),
-        ratio=PerToken(Importance(TURN)),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TRAJECTORY),
-        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
-    )
+    tokens = ppo(clip, gamma, lam, value_clip, value_weight)
+    return replace(tokens, ratio=PerToken(Importance(TURN)), aggregate=Mean(TRAJECTORY))
 
 
 def st_ppo(
@@ -86,13 +82,7 @@ def st_ppo(
     Deviation: the floor is ours (with 1 the gradient only ever shrinks); each token has its own gradient inside a turn.
     Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and gradient path
     (reconstructed)."""
-    return Recipe(
-        advantage=Whiten(GAE(gamma, lam)),
-        ratio=PerToken(Importance(TURN)),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
-        gradient=DivideByClippingBias(floor),
-    )
+    return replace(turn_ppo(clip, gamma, lam, value_clip, value_weight), gradient=DivideByClippingBias(floor))
 
 
 def s_ppo(
@@ -111,35 +101,32 @@ def s_ppo(
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
     Deviation: the floor is ours.
     Sure of: the division by ‖C‖ (paper text and reviews), the floor (reconstructed)."""
-    return Recipe(
-        advantage=Whiten(GAE(gamma, lam)),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
-        gradient=DivideByClippingBias(floor),
-    )
+    tokens = ppo(clip, gamma, lam, value_clip, value_weight)
+    return replace(tokens, aggregate=Mean(TRAJECTORY), gradient=DivideByClippingBias(floor))
 
 
-class SquaredValueError(Penalty):
-    """(v − G)²: regression of the value head without a clip."""
+class ValueRegression(Penalty):
+    """Interface: the error of value heads against ``target``, which is planned."""
 
-    reads = frozenset({Signal.VALUE})
     target: Term
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: self.target(view.batch).at(TOKEN)}
+
+
+class SquaredValueError(ValueRegression):
+    """(v − G)²: regression of the value head without a clip."""
+
+    reads = frozenset({Signal.VALUE})
 
     def __call__(self, view: MicroBatchView) -> Field:
         return (view[Signal.VALUE] - view[self]) ** 2
 
 
-class MedianValueError(Penalty):
+class MedianValueError(ValueRegression):
     """softplus(G − u) − ½(G − u): the second head learns a soft median of the return."""
 
     reads = frozenset({Signal.SECOND_VALUE})
-    target: Term
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: self.target(view.batch).at(TOKEN)}
 
     def __call__(self, view: MicroBatchView) -> Field:
         x = view[self] - view[Signal.SECOND_VALUE]
@@ -165,7 +152,7 @@ def bpo(
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
-        gate=RatioRegression(LambdaReturn(gamma, lam) - Measured(Signal.OLD_SECOND_VALUE), softness, eps, eps),
+        gate=RatioRegression(q - Measured(Signal.OLD_SECOND_VALUE), softness, eps, eps),
         aggregate=Mean(TOKEN),
         penalties=(
             WeightedPenalty(value_weight, SquaredValueError(q)),
@@ -219,29 +206,22 @@ def ppo_max(
     )
 
 
-class TwoHeadValueError(Penalty):
+class TwoHeadValueError(ValueRegression):
     """Huber error of two value heads against the outcome, the larger of v and of v clipped around its old value."""
 
     reads = frozenset({Signal.VALUE, Signal.OLD_VALUE, Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE})
-    target: Term
     clip: float = 0.2
     delta: float = 0.5
 
-    def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: self.target(view.batch).at(TOKEN)}
-
     def __call__(self, view: MicroBatchView) -> Field:
-        heads = ((Signal.VALUE, Signal.OLD_VALUE), (Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE))
-        left, right = (self._head(view[new], view[old], view[self]) for new, old in heads)
-        return left + right
+        def huber(x: Field) -> Field:
+            return where(x.abs() <= self.delta, 0.5 * x * x, self.delta * (x.abs() - 0.5 * self.delta))
 
-    def _head(self, v: Field, old: Field, target: Field) -> Field:
-        near = old + (v - old).clamp(-self.clip, self.clip)
-        return self._huber(v - target).maximum(self._huber(near - target))
+        def head(new: Signal, old: Signal) -> Field:
+            near = view[old] + (view[new] - view[old]).clamp(-self.clip, self.clip)
+            return huber(view[new] - view[self]).maximum(huber(near - view[self]))
 
-    def _huber(self, x: Field) -> Field:
-        size = x.abs()
-        return where(size <= self.delta, 0.5 * x * x, self.delta * (size - 0.5 * self.delta))
+        return head(Signal.VALUE, Signal.OLD_VALUE) + head(Signal.SECOND_VALUE, Signal.OLD_SECOND_VALUE)
 
 
 class SoftMinValue(Term):
@@ -252,10 +232,8 @@ class SoftMinValue(Term):
 
     def __call__(self, batch: Batch) -> Field:
         first = where(batch.tree.index(TOKEN, TRAJECTORY) < 1, 1.0, 0.0)
-        heads = [
-            (batch[s] * first.to(batch[s].x.dtype)).sum(TRAJECTORY) for s in (Signal.OLD_VALUE, Signal.OLD_SECOND_VALUE)
-        ]
-        a = self.temperature
+        values, a = (batch[Signal.OLD_VALUE], batch[Signal.OLD_SECOND_VALUE]), self.temperature
+        heads = [(v * first.to(v.x.dtype)).sum(TRAJECTORY) for v in values]
         stacked = torch.stack([-h.x / a for h in heads])
         return heads[0].map(lambda _: -a * (torch.logsumexp(stacked, 0) - torch.log(stacked.new_tensor(2.0))))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import replace
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.gate import CappedWeight, Clip, Gate, NoGate
+from turnwise.algebra.gate import CappedWeight, Clip, Gate
 from turnwise.algebra.penalty import KL, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy, PerToken
@@ -33,7 +33,7 @@ def reinforce() -> Recipe:
     Paper: Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning, 1992.
     Settings: no baseline, no ratio, sum over the tokens of a trajectory, mean over trajectories.
     Sure of: the formula (textbook)."""
-    return Recipe(advantage=Outcome(), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
+    return Recipe(advantage=Outcome(), ratio=OnPolicy(), aggregate=Sum(TRAJECTORY))
 
 
 def rloo() -> Recipe:
@@ -45,7 +45,7 @@ def rloo() -> Recipe:
     Settings: G 2-4 and a k1 KL of 0.03 inside the reward in the paper's preference runs.
     Deviation: no KL in the reward (`rloo_kl` has it); verifiable rewards do without it.
     Sure of: the formula (official-lineage code)."""
-    return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
+    return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), aggregate=Sum(TRAJECTORY))
 
 
 def rloo_kl(beta: float = 0.03) -> Recipe:
@@ -56,8 +56,7 @@ def rloo_kl(beta: float = 0.03) -> Recipe:
     Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
     Settings: G 2-4, beta 0.03.
     Sure of: the formula (official-lineage code)."""
-    outcome = Outcome() + beta * SumOverTrajectory(NegativeReferenceKL())
-    return Recipe(advantage=LeaveOneOut(outcome), ratio=OnPolicy(), gate=NoGate(), aggregate=Sum(TRAJECTORY))
+    return replace(rloo(), advantage=LeaveOneOut(Outcome() + beta * SumOverTrajectory(NegativeReferenceKL())))
 
 
 def grpo(clip: float = 0.2, beta: float = 0.04) -> Recipe:
@@ -122,8 +121,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     Paper: Group Sequence Policy Optimization, arXiv 2507.18071.
     Settings: low 3e-4, high 4e-4, no KL.
     Sure of: the formula (official team, code in two public trainers)."""
-    ratio = PerToken(Importance(TRAJECTORY), cap=10.0)
-    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(low, high))
+    return replace(gspo(low, high), ratio=PerToken(Importance(TRAJECTORY), cap=10.0))
 
 
 class GeometricMeanClip(Gate):
@@ -210,11 +208,10 @@ class StandardiseWithVirtualBest(Term):
     learns."""
 
     best: float = 1.0
-    value: Term = field(default_factory=Outcome)
     eps: float = 1e-6
 
     def __call__(self, batch: Batch) -> Field:
-        v = self.value(batch)
+        v = batch.reward.sum(TRAJECTORY)
         n = v.peer_count(GROUP)
         mean = (v.sum(GROUP) + self.best) / (n + 1)
         squares = ((v - mean) ** 2).sum(GROUP) + (self.best - mean) ** 2
@@ -229,12 +226,8 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     Paper: NGRPO: Negative-enhanced Group Relative Policy Optimization, arXiv 2509.18851.
     Settings: best 1, low 0.16, high 0.24, G 8, no KL.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=StandardiseWithVirtualBest(best),
-        gate=Clip(low, high),
-        aggregate=Mean(TOKEN),
-        admission=NotPerfect(best),
-    )
+    credit = StandardiseWithVirtualBest(best)
+    return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Mean(TOKEN), admission=NotPerfect(best))
 
 
 class LengthWeightedBaseline(Term):
@@ -242,10 +235,9 @@ class LengthWeightedBaseline(Term):
     of a trajectory's score grows with its length."""
 
     compares_peers = True
-    value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
-        v = self.value(batch)
+        v = batch.reward.sum(TRAJECTORY)
         n = batch.tree.size(TOKEN, TRAJECTORY).to(v.x.dtype)
         return v - (n * v).sum(GROUP) / n.sum(GROUP).clamp(low=1.0)
 
@@ -271,13 +263,8 @@ def remax() -> Recipe:
     Deviation: no KL inside the reward. The whole return stands on each token; released code takes the reward to go, which is
     the same where only the outcome is rewarded.
     Sure of: the formula (paper text, released code of a public trainer)."""
-    return Recipe(
-        advantage=Outcome() - Fact(GREEDY_REWARD),
-        ratio=OnPolicy(),
-        gate=NoGate(),
-        aggregate=Sum(TRAJECTORY),
-        strategy=GreedyBaseline(),
-    )
+    lead = Outcome() - Fact(GREEDY_REWARD)
+    return Recipe(advantage=lead, ratio=OnPolicy(), aggregate=Sum(TRAJECTORY), strategy=GreedyBaseline())
 
 
 class BestAboveSecond(Term):
@@ -286,12 +273,11 @@ class BestAboveSecond(Term):
     The gradient of the expected maximum of a group. ``scale=False`` leaves the division out."""
 
     compares_peers = True
-    value: Term = field(default_factory=Outcome)
     scale: bool = True
     eps: float = 1e-6
 
     def __call__(self, batch: Batch) -> Field:
-        v = self.value(batch)
+        v = batch.reward.sum(TRAJECTORY)
         top = v.max(GROUP)
         at_top = where(v >= top, 1.0, 0.0)
         others = where(v >= top, -torch.inf, v).max(GROUP)
@@ -318,11 +304,9 @@ class ScaleByInformative(Term):
     value: Term
 
     def __call__(self, batch: Batch) -> Field:
-        a = self.value(batch)
         outcome = Outcome()(batch)
-        spread = where(outcome.max(GROUP) > outcome.min(GROUP), 1.0, 0.0).at(TRAJECTORY)
-        count = float(spread.x.sum())
-        return a * (spread.x.numel() / max(1.0, count))
+        spread = where(outcome.max(GROUP) > outcome.min(GROUP), 1.0, 0.0).at(TRAJECTORY).x
+        return self.value(batch) * (spread.numel() / max(1.0, float(spread.sum())))
 
 
 def gpg() -> Recipe:
@@ -334,5 +318,4 @@ def gpg() -> Recipe:
     Settings: no std, no clip, no KL.
     Deviation: α counts groups with spread as the paper does; a public trainer counts non-zero rewards.
     Sure of: the formula (paper text)."""
-    advantage = ScaleByInformative(Standardise(scale=False))
-    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=NoGate(), aggregate=Mean(TOKEN))
+    return Recipe(advantage=ScaleByInformative(Standardise(scale=False)), ratio=OnPolicy(), aggregate=Mean(TOKEN))

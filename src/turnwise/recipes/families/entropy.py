@@ -64,9 +64,6 @@ class CovarianceClip(Mask):
         drawn[torch.argsort(draws, stable=True)[:n]] = True
         return {self: Field(cov.tree, TOKEN, ~(drawn & candidates.x))}
 
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
-
 
 def clip_cov(
     fraction: float = 2e-4, low: float = 1.0, high: float = 5.0, clip_low: float = 1.0, clip_high: float = 1.0
@@ -96,9 +93,6 @@ class HighestEntropy(Mask):
             return {self: entropy.map(lambda x: x.bool())}
         bound = torch.quantile(entropy.x.double(), 1 - self.share)
         return {self: entropy.map(lambda x: x.double() >= bound)}
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
 
 
 def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> Recipe:
@@ -171,9 +165,6 @@ class DampEntropyChange(Factor):
         smallest, flat = size.min(BATCH), 0.5 * (self.low + self.high)
         share = (size - smallest) / where(largest > smallest, largest - smallest, 1.0)
         return {self: where(largest > smallest, self.high - share * (self.high - self.low), flat)}
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
 
 
 def steer(
@@ -430,9 +421,6 @@ class ReferenceDivergence(Factor):
         score = view[Signal.HELLINGER] * uncertainty.clamp(low=0.0) ** self.kappa / self.tau
         score = (score - score.max(TRAJECTORY)).exp()
         return {self: score / score.mean(TRAJECTORY)}
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
 
 
 def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:

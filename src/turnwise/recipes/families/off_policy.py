@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
@@ -21,9 +22,10 @@ from turnwise.tasks.admission import Balance
 
 KIND = Kind.OBJECTIVE
 
-BASELINES = {"mean": True, "soft": False}
-
 INF = float("inf")
+
+# group-relative REINFORCE: no ratio, no clip, no std; what each method of this family changes
+REINFORCE = Recipe(advantage=Standardise(scale=False), ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
 
 
 def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recipe:
@@ -60,8 +62,7 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: bounds 0.2.
     Sure of: the formula (official code)."""
-    gate = CappedWeight(cap).where(TwoSided(low, high))
-    return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
+    return replace(rec_one_side(), gate=CappedWeight(cap).where(TwoSided(low, high)))
 
 
 def rec_ring(
@@ -74,8 +75,7 @@ def rec_ring(
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: bounds 0.2, far bounds 0.6 and 2.0.
     Sure of: the formula (official code)."""
-    gate = CappedWeight(cap).where(TwoSided(low, high, far_low, far_high))
-    return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
+    return replace(rec_one_side(), gate=CappedWeight(cap).where(TwoSided(low, high, far_low, far_high)))
 
 
 def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
@@ -107,8 +107,7 @@ def red_weight(softness: float = 1.0) -> Recipe:
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: softness 1.
     Sure of: the formula (official code)."""
-    gate = ScoreFunction() * ExpAdvantage(softness)
-    return Recipe(advantage=Standardise(scale=False), ratio=OnPolicy(), gate=gate, aggregate=Mean(TOKEN))
+    return replace(REINFORCE, gate=ScoreFunction() * ExpAdvantage(softness))
 
 
 def red_drop() -> Recipe:
@@ -119,13 +118,7 @@ def red_drop() -> Recipe:
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: none.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(scale=False),
-        ratio=OnPolicy(),
-        gate=ScoreFunction(),
-        aggregate=Mean(TOKEN),
-        admission=Balance(),
-    )
+    return replace(REINFORCE, admission=Balance())
 
 
 def kimi_opmd(tau: float = 0.1) -> Recipe:
@@ -136,13 +129,7 @@ def kimi_opmd(tau: float = 0.1) -> Recipe:
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203, after Kimi k1.5.
     Settings: tau 0.1 (its ½ absorbed).
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(scale=False),
-        ratio=OnPolicy(),
-        gate=ScoreFunction(),
-        aggregate=Mean(TOKEN),
-        penalties=(WeightedPenalty(tau, SquaredLogRatio()),),
-    )
+    return replace(REINFORCE, penalties=(WeightedPenalty(tau, SquaredLogRatio()),))
 
 
 def rep_forward(tau: float = 0.1) -> Recipe:
@@ -153,13 +140,7 @@ def rep_forward(tau: float = 0.1) -> Recipe:
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
     Settings: tau 0.1.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(scale=False),
-        ratio=OnPolicy(),
-        gate=ScoreFunction(),
-        aggregate=Mean(TOKEN),
-        penalties=(WeightedPenalty(tau, NegativeLogLikelihood()),),
-    )
+    return replace(REINFORCE, penalties=(WeightedPenalty(tau, NegativeLogLikelihood()),))
 
 
 def asym_re(tau: float = 0.1) -> Recipe:
@@ -170,8 +151,7 @@ def asym_re(tau: float = 0.1) -> Recipe:
     Paper: Asymmetric REINFORCE for Off-Policy RL, arXiv 2506.20520.
     Settings: tau 0.1; shifts the other way collapsed in all of its seeds.
     Sure of: the formula (official code)."""
-    advantage = Standardise(scale=False) + Constant(tau)
-    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
+    return replace(REINFORCE, advantage=Standardise(scale=False) + Constant(tau))
 
 
 def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe:
@@ -182,8 +162,7 @@ def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203 (its original version).
     Settings: tau 1, baseline mean.
     Sure of: formula, average and constants (official code)."""
-    advantage = SoftBaseline(tau, shrink=True, mean=BASELINES[baseline])
-    return Recipe(advantage=advantage, ratio=OnPolicy(), gate=ScoreFunction(), aggregate=Mean(TOKEN))
+    return replace(REINFORCE, advantage=SoftBaseline(tau, shrink=True, mean=baseline == "mean"))
 
 
 class GammaWeight(Gate):
@@ -196,10 +175,8 @@ class GammaWeight(Gate):
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         at = rho.detach().at(TOKEN)
-        power, decay = (
-            where(adv.at(TOKEN) >= 0, up, down)
-            for up, down in ((self.rise, self.rise_negative), (self.decay, self.decay_negative))
-        )
+        good = adv.at(TOKEN) >= 0
+        power, decay = where(good, self.rise, self.rise_negative), where(good, self.decay, self.decay_negative)
         log = power * at.clamp(low=1e-8).log() + decay * (1 - at)
         return log.exp() * score_function(view)
 

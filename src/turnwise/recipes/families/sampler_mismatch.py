@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import CappedWeight, Clip, TruncatedImportance
@@ -24,6 +26,9 @@ KIND = Kind.OBJECTIVE
 
 INF = float("inf")
 
+# clipped around the learner's own policy before the update, without a correction for the sampler
+LEARNERS = Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=Clip(0.2, 0.28), aggregate=Mean(TOKEN))
+
 
 def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
     """TIS: truncated importance sampling, a token weight min(π_old/μ, cap) on the clipped loss.
@@ -33,8 +38,7 @@ def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
     Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
     Settings: cap 2 (1.5 to 5), on a clip of 0.2/0.28 with token mean.
     Sure of: the formula (official code of three trainers)."""
-    gate = Clip(low, high) * TruncatedImportance(cap)
-    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+    return replace(LEARNERS, gate=Clip(low, high) * TruncatedImportance(cap))
 
 
 def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
@@ -45,8 +49,7 @@ def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Reci
     Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
     Settings: cap 2 to 10.
     Sure of: the formula (official code of three trainers)."""
-    gate = Clip(low, high) * TruncatedImportance(cap, TRAJECTORY)
-    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+    return replace(LEARNERS, gate=Clip(low, high) * TruncatedImportance(cap, TRAJECTORY))
 
 
 def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
@@ -57,13 +60,7 @@ def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: bounds 0.5 and 2; dropped tokens do not count in the mean.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28) * TruncatedImportance(INF),
-        aggregate=Mean(TOKEN),
-        keep=MismatchWithin(low, high),
-    )
+    return replace(LEARNERS, gate=Clip(0.2, 0.28) * TruncatedImportance(INF), keep=MismatchWithin(low, high))
 
 
 def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
@@ -74,11 +71,9 @@ def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: bounds 0.5 and 2.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=Importance(proximal=True),
+    return replace(
+        LEARNERS,
         gate=Clip(0.2, 0.28) * TruncatedImportance(INF, TRAJECTORY),
-        aggregate=Mean(TOKEN),
         keep=MismatchWithin(low, high, TRAJECTORY),
     )
 
@@ -91,8 +86,7 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
     Paper: Ring-1T, arXiv 2510.18855.
     Settings: bounds 0.5 and 5; dropped tokens still count in the mean.
     Sure of: the formula (official code)."""
-    gate = (Clip(0.2, 0.28) * TruncatedImportance(INF)).where(MismatchWithin(low, high))
-    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+    return replace(LEARNERS, gate=(Clip(0.2, 0.28) * TruncatedImportance(INF)).where(MismatchWithin(low, high)))
 
 
 def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
@@ -103,13 +97,7 @@ def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: bounds 0.999 and 1.001.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28),
-        aggregate=Mean(TOKEN),
-        keep=MismatchWithin(low, high, TRAJECTORY, mean=True),
-    )
+    return replace(LEARNERS, keep=MismatchWithin(low, high, TRAJECTORY, mean=True))
 
 
 class MismatchKLBelow(Mask):
@@ -130,13 +118,7 @@ def k3_rs(limit: float = 1e-2) -> Recipe:
     Paper: When Speed Kills Stability, 2025 (a public note).
     Settings: limit 1e-3 to 1e-2.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28),
-        aggregate=Mean(TOKEN),
-        keep=MismatchKLBelow(limit),
-    )
+    return replace(LEARNERS, keep=MismatchKLBelow(limit))
 
 
 class TokenVeto(Mask):
@@ -157,13 +139,7 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
     Paper: rollout correction of a public trainer (verl), 2025.
     Settings: floor 1e-4, cap 2.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=Importance(proximal=True),
-        gate=Clip(0.2, 0.28) * TruncatedImportance(cap),
-        aggregate=Mean(TOKEN),
-        keep=TokenVeto(floor),
-    )
+    return replace(LEARNERS, gate=Clip(0.2, 0.28) * TruncatedImportance(cap), keep=TokenVeto(floor))
 
 
 class OffPolicySequenceMask(Mask):
@@ -199,8 +175,7 @@ def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
     Settings: clip 0.2, staleness 4 to 8, cap 5 in its code.
     Deviation: group z-score instead of ±5 rewards normalised over the batch.
     Sure of: the formula (paper text and official code)."""
-    gate = (Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap))
-    return Recipe(advantage=Standardise(), ratio=Importance(proximal=True), gate=gate, aggregate=Mean(TOKEN))
+    return replace(LEARNERS, gate=(Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap)))
 
 
 def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
@@ -237,8 +212,7 @@ def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate:
     Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
     Settings: as ALP.
     Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict)."""
-    noise = LayerNoise(sigma, rate)
-    return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY), gate=Clip(low, high), smoothing=noise)
+    return replace(alp(low, high, sigma, rate), ratio=Importance(TRAJECTORY), aggregate=Mean(TRAJECTORY))
 
 
 # --------------------------------------------------------------------- precision
@@ -267,9 +241,5 @@ def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
     Deviation: for language models; a seed fixes the random numbers, not the text, so a re-sampled draft may diverge.
     fp8 instead of NVFP4. Advantages are z-scores among the kept.
     Sure of: the two stages and the selection of extremes (abstract and notes), the rest is ours."""
-    return Recipe(
-        advantage=Standardise(),
-        gate=Clip(clip, clip),
-        strategy=DraftSelection(drafts),
-        precision=Precision(drafts="fp8"),
-    )
+    drafted = Precision(drafts="fp8")
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), strategy=DraftSelection(drafts), precision=drafted)

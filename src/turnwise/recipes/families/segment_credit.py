@@ -374,9 +374,6 @@ class AfterLastFork(Mask):
         later = returns.backward_recurrence(cut, (~forks.is_last).double())
         return {self: Field(view.batch.tree, TOKEN, later[forks.position_after] == 0)}
 
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
-
 
 class AmplifiedPositive(Term):
     """``perfect`` where ``value`` reaches ``best``; elsewhere αA where A ≥ 0, else A."""

@@ -122,9 +122,6 @@ class LargestAdvantageEntropy(Mask):
         chosen[rows[ranked[: ceiling(self.kept.share(batch) * len(rows))]]] = True
         return {self: Field(batch.tree, TOKEN, chosen)}
 
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
-
 
 def d3s(
     rows: float = 0.25,
@@ -191,9 +188,6 @@ class HighestEntropyTurns(Mask):
         chosen = torch.zeros_like(entropy, dtype=torch.bool)
         chosen[rows[order[rank < quota[group[order]]]]] = True
         return {self: Field(tree, TURN, chosen)}
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
 
 
 def dart(
@@ -368,9 +362,6 @@ class BestActionOfState(Mask):
         lot = where(rounded >= rounded.max(peers), batch.uniform_draws(TURN).to(torch.float64), -1.0)
         chosen = (lot >= lot.max(peers)) & (lot >= 0) & (a > self.least) & (has_tokens > 0)
         return {self: chosen}
-
-    def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view[self]
 
 
 def digi_q(

@@ -9,6 +9,7 @@ from turnwise.algebra.mask import InformativeGroups
 from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.ratio import Importance, PerToken
 from turnwise.algebra.term import Term
+from turnwise.algebra.value import is_last, shift_turns
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
@@ -43,9 +44,7 @@ class EarlyToolBonus(Term):
         mean = lambda x: where(eligible, x, 0.0).sum(GROUP) / count  # noqa: E731
         length = tree.size(TOKEN, TRAJECTORY).to(a.x.dtype)
         shift = self.delta * (first - mean(first)) / mean(length).clamp(low=1e-9)
-        bound = self.k * a
-        shaped = a + shift.maximum(-bound).minimum(bound)
-        return where(eligible & (a > 0), shaped, a)
+        return where(eligible & (a > 0), a + shift.maximum(-self.k * a).minimum(self.k * a), a)
 
 
 def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.28) -> Recipe:
@@ -57,25 +56,18 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
     Settings: delta −2, k 0.7.
     Deviation: p is the first token of the first turn with a call.
     Sure of: the formula (paper text and third-party notes)."""
-    return Recipe(
-        advantage=EarlyToolBonus(Standardise(), delta, k),
-        gate=Clip(low, high),
-        aggregate=Mean(TOKEN),
-        admission=Spread(),
-    )
+    credit = EarlyToolBonus(Standardise(), delta, k)
+    return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Mean(TOKEN), admission=Spread())
 
 
 def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
     """Each turn's increase of the gold answer's log-probability, standardised among turns of equal index; 0 for a last turn
     and for a turn without peers."""
     score, tree = batch[Signal.ANSWER_LOGP], batch.tree
-    final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
-    after = torch.cat([score.x[1:], score.x[:1]])  # turns of a trajectory are adjacent: the next turn's score
-    gain = Field(tree, TURN, torch.where(final.x, 0.0, after - score.x))
-    index = tree.index(TURN, TRAJECTORY)
-    peers = Partition.by(tree, TURN, batch.group, index, final.to(torch.int64))
-    z = (gain - gain.mean(peers)) / (gain.std(peers) + eps)
-    return where(final, 0.0, z)
+    final = Field(tree, TURN, is_last(batch, TURN))
+    gain = where(final, 0.0, shift_turns(score, 1, 0.0) - score)
+    peers = Partition.by(tree, TURN, batch.group, tree.index(TURN, TRAJECTORY), final)
+    return where(final, 0.0, (gain - gain.mean(peers)) / (gain.std(peers) + eps))
 
 
 class InformationClip(Gate):
@@ -89,10 +81,8 @@ class InformationClip(Gate):
     high: float = 0.2
 
     def plan(self, view: StepView) -> dict[object, Field]:
-        tree = view.batch.tree
-        final = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
         scale = 1 + self.beta * (2 * answer_gain(view.batch).map(torch.sigmoid) - 1)
-        return {self: where(final, 1.0, scale)}
+        return {self: where(Field(scale.tree, TURN, is_last(view.batch, TURN)), 1.0, scale)}
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         c = view[self].to(rho.x.dtype)
@@ -112,8 +102,7 @@ class InformationGain(Term):
     def __call__(self, batch: Batch) -> Field:
         z, tree = answer_gain(batch, self.eps), batch.tree
         remaining = tree.size(TURN, TRAJECTORY) - 1 - tree.index(TURN, TRAJECTORY)  # turns before the answer
-        last = (tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1).x
-        total = z.map(lambda x: returns.discounted(x, self.gamma, last))
+        total = z.map(lambda x: returns.discounted(x, self.gamma, is_last(batch, TURN)))
         return where(remaining > 0, total / remaining.to(z.x.dtype).clamp(low=1) ** 0.5, 0.0)
 
 
