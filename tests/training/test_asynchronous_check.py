@@ -102,7 +102,7 @@ def test_an_update_waits_once_for_a_sample_that_is_late():
 
 def test_few_tokens_are_not_judged_alone(monkeypatch):
     fresh, learner = [Trajectory("a", TASK, (Turn((1,), (2,), (-1.0,), version=(3,)),))], SimpleNamespace(version=3)
-    reports = iter([PolicyMismatchReport(30, 0.0, 0.0, 0.0), *[PolicyMismatchReport(20, 1.0, 1.0, 0.0)] * 3])
+    reports = iter([PolicyMismatchReport(30, 0.0, 0.0), *[PolicyMismatchReport(20, 1.0, 1.0)] * 3])
     monkeypatch.setattr(policy_check, "same_policy", lambda *_: next(reports))
     monkeypatch.setattr(AsynchronousPolicyCheck, "_take_sample", lambda self: fresh)
     monkeypatch.setattr(PolicyCheck, "prepare", lambda self, learner, batch: (batch, {}))

@@ -33,13 +33,7 @@ from turnwise.engines.generator.paired_generators import (
 )
 from turnwise.engines.kernels.dispatch import default_micro_batch, measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
-from turnwise.engines.learner.policy_check import (
-    TOLERANCE,
-    TOLERANCES,
-    AsynchronousPolicyCheck,
-    PolicyCheck,
-    SeparatePolicyCheck,
-)
+from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, AsynchronousPolicyCheck, PolicyCheck
 from turnwise.engines.remote.generator_process import GeneratorSpec, start_generator
 from turnwise.engines.sharded.torchrun import ranks_here
 from turnwise.errors import SettingError
@@ -123,7 +117,7 @@ def policy_check_tolerance(settings: Settings) -> float:
 
 def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheckProtocol:
     """A recipe that adds noise to the layers needs a forward pass of its own for the check, an asynchronous run a sample."""
-    check = (SeparatePolicyCheck if recipe.smoothing else PolicyCheck)(policy_check_tolerance(settings))
+    check = PolicyCheck(policy_check_tolerance(settings), separate=bool(recipe.smoothing))
     return AsynchronousPolicyCheck(check) if not (settings.staleness.synchronous or settings.offline) else check
 
 

@@ -28,10 +28,12 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, Field
 from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
 from turnwise.core.signals import WITH_GRADIENT, Signal
+from turnwise.engines import compat
 from turnwise.engines.adapters import TensorsWhenRead
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.experts import routing_of
 from turnwise.engines.kernels.dispatch import limit_host_threads
+from turnwise.engines.kernels.four_bit import packed_experts, packed_layers
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
 from turnwise.engines.learner.optimizer import LearnerSettings, whole
 from turnwise.engines.learner.signals.measure import SignalMeasurer
@@ -137,7 +139,11 @@ class LocalLearner:
 
     @property
     def parameter_count(self) -> int:
-        return lora.packed_parameters(self.model) + sum(p.numel() for p in self.model.parameters())
+        packed = sum(
+            m.in_features * m.out_features for m in packed_layers(self.model).values()
+        )  # in 4 bits: no parameters
+        packed += sum(stack.shape.numel() for stack in packed_experts(self.model).values())
+        return packed + sum(p.numel() for p in self.model.parameters())
 
     def describe(self) -> str:
         """The execution path, for a log."""
@@ -214,7 +220,8 @@ class LocalLearner:
     def _optimize(self, scales: ScalesProtocol, loss: Tensor) -> tuple[list[Tensor], Tensor]:
         """Take the step on the finished gradient. Returns the gradient norms and whether it was taken, unread by the host."""
         factor = self.settings.lr_factor(self.steps)
-        optimizer.scale_gradients(self._policy_optimizer, scales.gradient)
+        if scales.gradient != 1.0:
+            compat.foreach_mul_([p.grad for p in self._policy_group.values() if p.grad is not None], scales.gradient)
         if self.settings.offload:
             optimizer.move_state(self._optimizers, self.device)
         factors = [factor * scales.rate, factor]  # the objective scales the policy's rate only, not the critic's
@@ -303,9 +310,13 @@ class LocalLearner:
 
     def export(self, path: str | Path) -> None:
         """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads, and the token value head beside the model."""
-        folder = Path(path)
-        with _no_progress_bars():
+        folder, bars = Path(path), progress_logging.is_progress_bar_enabled()
+        progress_logging.disable_progress_bar()  # one for each written file would break up ours
+        try:
             (lora.merged_model(self.model) if self.settings.lora_rank else self.model).save_pretrained(folder)
+        finally:
+            if bars:
+                progress_logging.enable_progress_bar()
         if self.token_value_head is not None:
             save_file({n: p.detach().cpu() for n, p in self.token_value_head.named_parameters()}, folder / VALUE_FILE)
 
@@ -431,18 +442,6 @@ def _say_missing_sets() -> None:
         "some tokens were sampled under top-p, top-k or min-p without a record of the ids that were kept (the set was too large, "
         "or the server does not return it): only its mass is known, so their ratios are exact only until the policy moves"
     )
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars: one per written file would break up ours."""
-    enabled = progress_logging.is_progress_bar_enabled()
-    progress_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            progress_logging.enable_progress_bar()
 
 
 __all__ = ["LearnerSettings", "LocalLearner"]

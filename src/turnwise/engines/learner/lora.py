@@ -82,12 +82,6 @@ def quantise_frozen(model: PreTrainedModel, rank: int, dtype: torch.dtype, devic
     pack_experts(decoder, dtype, device)
 
 
-def packed_parameters(model: nn.Module) -> int:
-    """How many weights are packed."""
-    layers = sum(m.in_features * m.out_features for m in packed_layers(model).values())
-    return layers + sum(stack.shape.numel() for stack in packed_experts(model).values())
-
-
 @contextmanager
 def disabled(model: PreTrainedModel) -> Iterator[None]:
     """Run the base model: adapters are bypassed inside this context."""
@@ -155,11 +149,8 @@ def _adapted_modules(model: PreTrainedModel) -> dict[str, Any]:
 def is_plain(module: Any) -> bool:
     """Whether a module is a linear layer with one plain adapter: no bias of its own, no magnitudes, no dropout."""
     layer, factors = getattr(module, "base_layer", None), getattr(module, "lora_A", {})
-    if (
-        type(layer) not in (nn.Linear, FourBitLinear)
-        or set(factors) != {ADAPTER}
-        or getattr(module, "fan_in_fan_out", False)
-    ):
+    transposed = getattr(module, "fan_in_fan_out", False)
+    if type(layer) not in (nn.Linear, FourBitLinear) or set(factors) != {ADAPTER} or transposed:
         return False
     linear = type(module.lora_A[ADAPTER]) is nn.Linear and type(module.lora_B[ADAPTER]) is nn.Linear
     variants = getattr(module, "lora_variant", None) or getattr(module, "use_dora", {}).get(ADAPTER)
@@ -214,9 +205,8 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
         out = type(model)(copy.deepcopy(model.config))
     wide = lambda t: t.to(torch.promote_types(t.dtype, torch.float32)) if t.is_floating_point() else t  # noqa: E731
     buffers = {name.replace(BASE, ""): b.detach() for name, b in model.named_buffers()}
-    weights = {
-        name: wide(t.cpu()) for name, t in merged(model).items()
-    }  # in host memory: a GPU may hold the model only once
+    # in host memory: a GPU may hold the model only once
+    weights = {name: wide(t.cpu()) for name, t in merged(model).items()}
     out.load_state_dict({**buffers, **weights}, strict=False, assign=True)
     out.tie_weights()
     return out

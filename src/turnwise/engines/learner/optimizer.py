@@ -6,15 +6,14 @@ Does not know where gradients come from: no batches, no objectives, no models be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from turnwise.engines import compat
 from turnwise.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -44,16 +43,17 @@ class LearnerSettings:
     follow: float = 0.1  # τ of the critic's target network: φ̄ ← (1 − τ) φ̄ + τ φ
 
     def __post_init__(self) -> None:
-        self._at_least(0, "lr", "weight_decay", "warmup", "lora_rank", "value_lr")
-        self._at_least(1, "positions", "total_steps")
-        for name in ("eps", "clip", "lora_alpha"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(f"{name} is {value}; write a positive number")
-        if not 0 < self.follow <= 1:
-            raise SettingError(f"follow is {self.follow}; write a number in (0, 1]")
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise SettingError(f"betas is {self.betas}; write two numbers in [0, 1)")
+        limits: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+            ("lr weight_decay warmup lora_rank value_lr", lambda x: 0 <= x < math.inf, "a number of at least 0"),
+            ("positions total_steps", lambda x: 1 <= x < math.inf, "a number of at least 1"),
+            ("eps clip lora_alpha", lambda x: x > 0, "a positive number"),
+            ("follow", lambda x: 0 < x <= 1, "a number in (0, 1]"),
+            ("betas", lambda pair: len(pair) == 2 and all(0 <= b < 1 for b in pair), "two numbers in [0, 1)"),
+        )
+        for names, holds, cure in limits:
+            for name in names.split():
+                if (value := getattr(self, name)) is not None and not holds(value):
+                    raise SettingError(f"{name} is {value}; write {cure}")
         for name, choices in (("schedule", SCHEDULES), ("dtype", DTYPES)):
             if getattr(self, name) not in choices:
                 raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(str(getattr(self, name)), choices)}")
@@ -63,12 +63,6 @@ class LearnerSettings:
             raise SettingError(
                 f"warmup ({self.warmup}) is longer than total_steps ({self.total_steps}); write a shorter one"
             )
-
-    def _at_least(self, minimum: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not (value >= minimum and math.isfinite(value)):
-                raise SettingError(f"{name} is {value}; write a number of at least {minimum}")
 
     @property
     def fp8(self) -> bool:
@@ -115,12 +109,6 @@ def adamw(
     )
 
 
-def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply all gradients by ``factor``."""
-    if factor != 1.0:
-        compat.foreach_mul_([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], factor)
-
-
 def guarded_step(
     lr_factors: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
@@ -137,8 +125,12 @@ def guarded_step(
             torch.nn.utils.clip_grads_with_norm_(params, clip, norm)
         for group in each.param_groups:
             group["lr"] = group["base_lr"] * factor
-        with _skip_step_if(each, ~taken):
+        # fused optimizers offer this to ``GradScaler``: with found_inf the step is a no-op, and the host need not know
+        each.grad_scale, each.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
+        try:
             each.step()
+        finally:
+            del each.grad_scale, each.found_inf  # type: ignore[attr-defined]
         each.zero_grad(set_to_none=True)
     return norms, taken
 
@@ -146,16 +138,6 @@ def guarded_step(
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, or all of it where this rank holds a shard: then every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@contextmanager
-def _skip_step_if(optimizer: torch.optim.Optimizer, bad: Tensor) -> Iterator[None]:
-    """Turn the next step into a no-op where ``bad`` is true, by the interface fused optimizers offer to ``GradScaler``."""
-    optimizer.grad_scale, optimizer.found_inf = None, bad.float()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def move_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:

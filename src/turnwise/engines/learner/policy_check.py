@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,18 +40,12 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyMismatchReport:
+class PolicyMismatchReport(NamedTuple):
     """|recorded − learner's| log-probability of the compared tokens."""
 
     tokens: int
     mean: float
     max: float
-    tolerance: float
-
-    @property
-    def matches(self) -> bool:
-        return self.mean <= self.tolerance
 
 
 def same_policy(
@@ -60,7 +55,11 @@ def same_policy(
 
     Only tokens sampled at the learner's version count, and no expert's. Raises PolicyMismatch if the mean difference exceeds
     ``tolerance``, or if no token can be compared."""
-    batch = records if isinstance(records, Batch) else _pack(records)
+    if isinstance(records, Batch):
+        batch = records
+    else:  # as one group: groups do not matter here
+        task = records[0].task if records else Task("policy_check", seed=0)
+        batch = pack([Group("policy_check", task, tuple(records))])
     fresh = ((batch.version.x == learner.version) & ~batch.expert.at(TOKEN).x).nonzero().squeeze(1)
     if not fresh.numel():
         versions = sorted(set(batch.version.x.tolist()))
@@ -71,8 +70,8 @@ def same_policy(
     logp = learner.measure(batch, frozenset({Signal.LOGP}))[Signal.LOGP].x
     recorded = batch.behaviour.x + batch.mass.x  # undo the renormalisation of top-p and top-k
     difference = (logp - recorded.to(logp.dtype)).abs()[fresh]
-    report = PolicyMismatchReport(difference.numel(), float(difference.mean()), float(difference.max()), tolerance)
-    if not report.matches:
+    report = PolicyMismatchReport(difference.numel(), float(difference.mean()), float(difference.max()))
+    if not report.mean <= tolerance:  # nor is NaN a match
         raise PolicyMismatch(
             f"generator and learner disagree on {report.tokens} tokens of version {learner.version}: log-probabilities "
             f"differ by {report.mean:.2g} on average and {report.max:.2g} at most (tolerance {tolerance:.2g}). {REMEDY}"
@@ -95,9 +94,14 @@ class PolicyCheck:
     first update reports the mean difference from its own forward pass, ``check`` compares it with the tolerance."""
 
     tolerance: float = TOLERANCE
+    separate: bool = False  # measure a few trajectories apart: the update's own pass is not the policy's (layer noise)
 
     def prepare(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with fresh tokens marked, and the metrics known before the update."""
+        if self.separate:
+            owners = fresh_trajectories(batch, learner.version)
+            mean = same_policy(learner, batch.select(owners), self.tolerance).mean if owners.numel() else math.nan
+            return batch, {"policy_check": mean}
         ours = ~(batch.expert | batch.replayed | batch.guided)
         return batch.put(current_version=ours.at(TOKEN) & batch.version.map(lambda v: v == learner.version)), {}
 
@@ -111,22 +115,6 @@ class PolicyCheck:
                 f"generator and learner disagree on the tokens of version {version}: log-probabilities differ by "
                 f"{difference:.2g} on average (tolerance {self.tolerance:.2g}). {REMEDY}"
             )
-
-
-@dataclass(frozen=True)
-class SeparatePolicyCheck(PolicyCheck):
-    """Measures a few trajectories in a separate forward pass, for updates whose own pass is not the policy's (layer noise)."""
-
-    def prepare(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        owners = fresh_trajectories(batch, learner.version)
-        difference = same_policy(learner, batch.select(owners), self.tolerance).mean if owners.numel() else math.nan
-        return batch, {"policy_check": difference}
-
-
-def _pack(trajectories: Sequence[Trajectory]) -> Batch:
-    """Pack all trajectories as one group; groups do not matter here."""
-    task = trajectories[0].task if trajectories else Task("policy_check", seed=0)
-    return pack([Group("policy_check", task, tuple(trajectories))])
 
 
 # ----------------------------------------------------------------- asynchronous runs

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TURN, Field
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
@@ -85,19 +84,16 @@ class ValueHeads:
 
     def _require_heads(self, signals: frozenset[Signal]) -> None:
         heads = 0 if self.token_heads is None or self.of_actions else self.token_heads.out_features
+        needed = 2 if Signal.SECOND_VALUE in signals else 1 if Signal.VALUE in signals else 0
+        wrong = ""
         if Signal.ACTION_VALUE in signals and not self.of_actions:
-            raise SettingError(
-                "values of tokens were requested from a learner without a head for each; write critic=-1"
-            )
-        if signals & set(TOKEN_VALUES) and heads < (2 if Signal.SECOND_VALUE in signals else 1):
-            raise SettingError(
-                f"token values were requested from a learner with {heads} value heads; write critic=1, or critic=2 for a "
-                "second value"
-            )
-        if signals & set(TURN_CRITIC) and self.turn_heads is None:
-            raise SettingError(
-                "values of turns were requested from a learner without turn heads; write turn_critic=True"
-            )
+            wrong = "values of tokens were requested from a learner without a head for each; write critic=-1"
+        elif heads < needed:
+            wrong = f"token values were requested from a learner with {heads} value heads; write critic=1, or 2 for a second one"
+        elif signals & set(TURN_CRITIC) and self.turn_heads is None:
+            wrong = "values of turns were requested from a learner without turn heads; write turn_critic=True"
+        if wrong:
+            raise SettingError(wrong)
 
     def published(self, weights: dict[str, Tensor], head: Tensor) -> dict[str, Tensor]:
         """The policy's weights; where each token has a value, its rows follow those of the LM head."""
@@ -123,25 +119,19 @@ def make_turn_heads(width: int) -> nn.ModuleDict:
     """An MLP for each of Q, V and their second heads. All start at output 0, with different hidden layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same heads on every machine and in every process
-        return nn.ModuleDict(
-            {
-                str(signal): nn.Sequential(
-                    nn.Linear(width, INNER),
-                    nn.ReLU(),
-                    nn.Linear(INNER, INNER),
-                    nn.ReLU(),
-                    _zero_init(nn.Linear(INNER, 1)),
-                )
-                for signal in TURN_CRITIC
-            }
-        )
+        inner = lambda: (nn.Linear(width, INNER), nn.ReLU(), nn.Linear(INNER, INNER), nn.ReLU())  # noqa: E731
+        heads = {str(signal): nn.Sequential(*inner(), _zero_init(nn.Linear(INNER, 1))) for signal in TURN_CRITIC}
+        return nn.ModuleDict(heads)
 
 
 def turn_estimates(
     heads: nn.ModuleDict, forward: ForwardPass, signals: frozenset[Signal], detach: bool
 ) -> dict[Signal, Field]:
     """Estimates at TURN level; 0 for turns without tokens."""
-    first, last, turns = turn_boundaries(forward.batch)
+    count = forward.batch.tree.size(TOKEN, TURN).x
+    turns = (count > 0).nonzero().squeeze(1)  # those that have tokens
+    end = count.cumsum(0)[turns]
+    first, last = end - count[turns], end - 1  # tokens of each
     out: dict[Signal, Field] = {}
     for signal in TURN_CRITIC:
         if signal in signals:
@@ -151,14 +141,6 @@ def turn_estimates(
             zeros = value.new_zeros(forward.batch.tree.count(TURN))
             out[signal] = Field(forward.batch.tree, TURN, zeros.index_copy(0, turns, value))
     return out
-
-
-def turn_boundaries(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of the first token, of the last token and of the turn, for each turn that has tokens."""
-    count = batch.tree.size(TOKEN, TURN).x
-    turns = (count > 0).nonzero().squeeze(1)
-    end = count.cumsum(0)[turns]
-    return end - count[turns], end - 1, turns
 
 
 def _zero_init(linear: nn.Linear) -> nn.Linear:

@@ -86,7 +86,11 @@ def logp_without_feedback(batch: Batch, logp: Field, score: Score, positions: in
     s = batch.sequences
     if s.masked_ids is None or not s.sampled_at.numel():
         return logp
-    turns, observation = _Turns.of(batch), _observation_start(s)
+    here = torch.arange(s.ids.numel(), device=s.ids.device)
+    after_last = torch.zeros_like(here).index_copy(0, s.sampled_at, s.sampled_at + 1).cummax(0).values
+    # [L] the position after the last token sampled before each position, or the start of its sequence
+    observation = torch.maximum(here - s.positions(), torch.cat([after_last.new_zeros(1), after_last[:-1]]))
+    turns = _Turns.of(batch)
     changes = torch.cat([s.start[:1], (s.masked_ids != s.ids).cumsum(0)])
     turns = turns.select((changes[turns.first] > changes[observation[turns.first]]).nonzero().squeeze(1))
     out = logp.x.clone()
@@ -102,13 +106,6 @@ def logp_without_feedback(batch: Batch, logp: Field, score: Score, positions: in
     return Field(batch.tree, TOKEN, out)
 
 
-def _observation_start(s: Sequences) -> Tensor:
-    """For each position, the position after the last token sampled before it, or the start of its sequence, [L]."""
-    here = torch.arange(s.ids.numel(), device=s.ids.device)
-    after_last = torch.zeros_like(here).index_copy(0, s.sampled_at, s.sampled_at + 1).cummax(0).values
-    return torch.maximum(here - s.positions(), torch.cat([after_last.new_zeros(1), after_last[:-1]]))
-
-
 def _query_batch(
     batch: Batch,
     turns: Tensor,
@@ -116,20 +113,12 @@ def _query_batch(
     length: Tensor,
     scored: Tensor,
     owner: Tensor,
-    kept: KeptSets | None = None,
+    sets: KeptSets | None = None,
 ) -> Batch:
     """A batch whose sampled tokens are the ``scored`` ids: one sequence, turn and trajectory per queried turn."""
     each = torch.arange(turns.numel(), device=ids.device)
     tree = Tree(owner[scored], each, torch.zeros_like(each), 1)
     at = scored.nonzero().squeeze(1)
-    sequences = Sequences(ids, torch.cat([length.new_zeros(1), length.cumsum(0)]), each, at, kept=kept)
-    temperature = Field(tree, TURN, batch.temperature.x[turns])
-    return replace(
-        batch,
-        tree=tree,
-        sequences=sequences,
-        token=Field(tree, TOKEN, ids[at]),
-        temperature=temperature,
-        columns={},
-        answers=(),
-    )
+    sequences = Sequences(ids, torch.cat([length.new_zeros(1), length.cumsum(0)]), each, at, kept=sets)
+    token, temperature = Field(tree, TOKEN, ids[at]), Field(tree, TURN, batch.temperature.x[turns])
+    return replace(batch, tree=tree, sequences=sequences, token=token, temperature=temperature, columns={}, answers=())
