@@ -89,13 +89,6 @@ class PaddingMap:
         is_copy = torch.ones_like(prefixes.row_of, dtype=torch.bool).index_fill_(0, prefixes.computed, False)
         self.copy_slots, self.copy_rows = slot[is_copy], prefixes.row_of[is_copy]
 
-    def scatter(self, x: Tensor) -> Tensor:
-        return _Scatter.apply(x, self)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[P, ...] -> [U, ...]. All copies of a row are equal, so the first one suffices."""
-        return _Gather.apply(x, self)
-
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
@@ -113,6 +106,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """[P, ...] -> [U, ...]. All copies of a row are equal, so the first one suffices."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding_map: PaddingMap) -> Tensor:
         ctx.padding_map, ctx.total = padding_map, x.shape[0]
@@ -156,7 +151,7 @@ class PackedLayout:
         if self.packing is not None and window is None and cpu.attention_fits(q, k, v, self.packing):
             return cpu.varlen_attention(q, k, v, scale, self.packing)
         if self.padding_map is not None:
-            q, k, v = (self.padding_map.scatter(x) for x in (q, k, v))  # [P, H, D]
+            q, k, v = (_Scatter.apply(x, self.padding_map) for x in (q, k, v))  # [P, H, D]
         parts, at = [], 0
         for rows, length in self.buckets:
             bucket = slice(at, at + rows * length)
@@ -167,7 +162,7 @@ class PackedLayout:
             parts.append(scaled_dot_product_attention(a, b, c, mask, **plain).transpose(1, 2).flatten(0, 1))
             at = bucket.stop
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if self.padding_map is None else self.padding_map.gather(out)
+        return out if self.padding_map is None else _Gather.apply(out, self.padding_map)
 
     def _mask(self, length: int, window: int, device: torch.device) -> Tensor:
         if (length, window) not in self._masks:
@@ -263,14 +258,9 @@ class VarlenAttention:
         return compat.flash_attention_varlen(q, k, v, *boundaries, self.max_seqlen, scale, window)
 
     def attend_fused_qkv(
-        self,
-        qkv: Tensor,
-        keys: int,
-        cos: Tensor,
-        sin: Tensor,
-        scale: float,
+        self, qkv: Tensor, keys: int, cos: Tensor, sin: Tensor, scale: float,
         again: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Fused qkv [L, H + 2 Hkv, D] -> [L, H, D], where ``attention_for`` has kernels. Applies rotary angles [L, D/2] to q and
         k in place. The gradient comes back fused and already rotated back, as the qkv projection needs it. ``again``: a function
         and a residual stream, which with the angles give the rotated qkv in the backward pass; it is then not kept."""

@@ -37,19 +37,10 @@ from torch.utils.checkpoint import checkpoint
 from turnwise.core.transfer import to_device
 from turnwise.engines.adapters import Adapter, fuse_down, fuse_up
 from turnwise.engines.generator.llama_decoder import MODEL_TYPES, STATIC_ROPES
-from turnwise.engines.kernels import cpu
+from turnwise.engines.kernels import cpu, fp8
 from turnwise.engines.kernels import reference as plain
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype, ops_for
 from turnwise.engines.kernels.four_bit import FourBitLinear, FourBitWeight, packed_layers
-from turnwise.engines.kernels.fp8 import (
-    EmulatedFp8Weight,
-    Weight,
-    input_gradient,
-    linear,
-    quantised_input,
-    split_gradient,
-    weight_gradient,
-)  # fmt: skip
 from turnwise.engines.kernels.reference import dequantise, quantise
 from turnwise.engines.learner import lora
 from turnwise.engines.learner.cuda_graphs import CapturedLayers
@@ -71,25 +62,10 @@ class Projection:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
     adapters: tuple[Adapter | None, ...]
-    fused: Weight  # [n, d] in the dtype of the product
+    fused: fp8.Weight  # [n, d] in the dtype of the product
     bias: Tensor | None
     down: Tensor | None  # [R, d]
     up: Tensor | None  # [n, R]
-
-    @classmethod
-    def of(
-        cls,
-        weights: tuple[Tensor, ...],
-        biases: tuple[Tensor, ...],
-        adapters: tuple[Adapter | None, ...],
-        fused: Weight,
-        dtype: torch.dtype,
-    ) -> Projection:
-        bias = None
-        if biases:
-            bias = (biases[0] if len(biases) == 1 else torch.cat(biases)).to(dtype)
-        up = fuse_up(adapters, [len(w) for w in weights], dtype)
-        return cls(weights, biases, adapters, fused, bias, fuse_down(adapters, dtype), up)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -98,7 +74,7 @@ class Projection:
 
     def __call__(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
         """h [L, d] -> y [L, n], and h downᵀ [L, R] for the backward pass."""
-        y = linear(h, self.fused, self.bias)
+        y = fp8.linear(h, self.fused, self.bias)
         if self.down is None or self.up is None:
             return y, None
         inner = torch.mm(h, self.down.t())
@@ -106,7 +82,7 @@ class Projection:
 
     def d_input(self, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradient of h, and dy up [L, R] for ``d_parameters``."""
-        dh = input_gradient(dy, self.fused)
+        dh = fp8.input_gradient(dy, self.fused)
         if self.down is None or self.up is None:
             return dh, None
         d_inner = torch.mm(dy, self.up)
@@ -119,13 +95,14 @@ class Projection:
         n, b = len(self.weights), len(self.biases)
         grads: list[Tensor | None] = [None] * n
         if any(needed[:n]):
-            grads = split_gradient(weight_gradient(dy, quantised_input(h, self.fused), like), self.weights, needed[:n])
+            whole = fp8.weight_gradient(dy, fp8.quantised_input(h, self.fused), like)
+            grads = fp8.split_gradient(whole, self.weights, needed[:n])
         biases: list[Tensor | None] = [None] * b
         if any(needed[n : n + b]):
-            biases = split_gradient(dy.sum(0, dtype=like.dtype), self.biases, needed[n : n + b])
+            biases = fp8.split_gradient(dy.sum(0, dtype=like.dtype), self.biases, needed[n : n + b])
         if inner is None or d_inner is None or not any(needed[n + b :]):
             return [*grads, *biases, *[None] * len(needed[n + b :])]
-        d_down, d_up = weight_gradient(d_inner, h, like), weight_gradient(dy, inner, like)
+        d_down, d_up = fp8.weight_gradient(d_inner, h, like), fp8.weight_gradient(dy, inner, like)
         factors: list[Tensor | None] = []
         row = column = 0
         for weight, adapter in zip(self.weights, self.adapters):  # each adapter's block of the block-diagonal ``up``
@@ -168,15 +145,8 @@ class PreAttention:
 class _PreAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        half: PreAttention,
-        cos: Tensor,
-        sin: Tensor,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: Tensor,
-        *parameters: Tensor,
-    ) -> Any:
+        ctx: Any, half: PreAttention, cos: Tensor, sin: Tensor, x: Tensor, delta: Tensor | None, norm: Tensor, *parameters: Tensor
+    ) -> Any:  # fmt: skip
         total, h = half.ops.add_norm(x, delta, norm, half.eps, half.dtype)
         qkv, inner = half.qkv(h)
         ctx.half, ctx.added = half, delta is not None
@@ -320,13 +290,13 @@ class LlamaLayers:
     def describe(self) -> str:
         """The kernels in use, for a log."""
         ops = ops_for(self.weights[0])
-        fp8 = ", weights rounded to fp8" if self.fp8 else ""
+        rounding = ", weights rounded to fp8" if self.fp8 else ""
         if ops in (plain, cpu):
-            return ("plain kernels" if ops is plain else "C kernels") + fp8
+            return ("plain kernels" if ops is plain else "C kernels") + rounding
         captured = self.captured.enabled and not self.recompute and not self.four_bit
         graphs = "CUDA graphs" if captured else "no CUDA graphs"
         flash = "" if attention_for(self.weights[0], self.size) else ", flash attention of PyTorch"
-        return f"Triton kernels{flash}, {graphs}" + fp8
+        return f"Triton kernels{flash}, {graphs}" + rounding
 
     @property
     def adapted(self) -> bool:
@@ -349,13 +319,9 @@ class LlamaLayers:
         return self._forward(ids, position, layout, rows=rows)
 
     def _forward(
-        self,
-        ids: Tensor,
-        position: Tensor,
-        layout: Layout,
-        alias: Mapping[Tensor, Tensor] | None = None,
+        self, ids: Tensor, position: Tensor, layout: Layout, alias: Mapping[Tensor, Tensor] | None = None,
         rows: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """``alias``: the tensor to use in place of each weight."""
         weight_of = (lambda p: alias[p]) if alias is not None else (lambda p: p)
         decoder: Any = self._decoder()
@@ -389,14 +355,17 @@ class LlamaLayers:
         else:
             q, k, v = parts
             if pre.head_norms:
-                q, k = (_norm_and_rotate(t, w, self.eps, cos, sin) for t, w in zip((q, k), pre.head_norms))
+                # Qwen3 normalises each head, and rotates what is normalised
+                norm = lambda x, w: F.rms_norm(x.to(w.dtype), (self.size,), None, self.eps).to(x.dtype) * w  # noqa: E731
+                unit = (norm(x, w) for x, w in zip((q, k), pre.head_norms))
+                q, k = (plain._rotate(x, cos[:, None], sin[:, None]).to(v.dtype) for x in unit)
             mixed = layout.attend_rows(q, k, v, self.scale).flatten(1)
         return post(mixed, x) if rows is None else post(mixed.index_select(0, rows), x.index_select(0, rows))
 
     @staticmethod
-    def _rounded(weight: Tensor) -> Weight:
+    def _rounded(weight: Tensor) -> fp8.Weight:
         """Round to fp8 as the generator does on this device: on a CPU only the weights."""
-        return EmulatedFp8Weight.of(weight) if weight.is_cuda else dequantise(*quantise(weight)).to(weight.dtype)
+        return fp8.EmulatedFp8Weight.of(weight) if weight.is_cuda else dequantise(*quantise(weight)).to(weight.dtype)
 
     @torch.no_grad()
     def _halves(
@@ -417,25 +386,24 @@ class LlamaLayers:
         )
 
     def _projection(
-        self,
-        dtype: torch.dtype,
-        weight_of: Callable[[Tensor], Tensor],
-        modules: Sequence[Any],
-        frozen: Tensor | None = None,
-    ) -> Projection:
+        self, dtype: torch.dtype, weight_of: Callable[[Tensor], Tensor], modules: Sequence[Any], frozen: Tensor | None = None
+    ) -> Projection:  # fmt: skip
         """``frozen``: the modules' weights, fused already."""
         layers = [lora.base_layer(m) for m in modules]
         biases = tuple(weight_of(m.bias) for m in layers if m.bias is not None)
         packed = [m for m in layers if isinstance(m, FourBitLinear)]
         weights = tuple(m.sizes() if isinstance(m, FourBitLinear) else weight_of(m.weight) for m in layers)
         if packed:
-            fused: Weight = FourBitWeight(tuple(m.matrix for m in packed), dtype)
+            fused: fp8.Weight = FourBitWeight(tuple(m.matrix for m in packed), dtype)
         elif frozen is not None and frozen.dtype == dtype and not self.fp8:
             fused = frozen
         else:
             fused = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
             fused = self._rounded(fused) if self.fp8 else fused
-        return Projection.of(weights, biases, tuple(lora.adapter_of(m, weight_of) for m in modules), fused, dtype)
+        bias = (biases[0] if len(biases) == 1 else torch.cat(biases)).to(dtype) if biases else None
+        adapters = tuple(lora.adapter_of(m, weight_of) for m in modules)
+        up = fuse_up(adapters, [len(w) for w in weights], dtype)
+        return Projection(weights, biases, adapters, fused, bias, fuse_down(adapters, dtype), up)
 
 
 def _fused_in_place(layer: Any) -> tuple[Tensor, Tensor] | None:
@@ -443,15 +411,11 @@ def _fused_in_place(layer: Any) -> tuple[Tensor, Tensor] | None:
     weights, or keeps them in the dtype of the sums."""
     if packed_layers(layer):
         return None
-    groups = [
-        [lora.base_layer(m).weight for m in modules]
-        for modules in (
-            (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-            (layer.mlp.gate_proj, layer.mlp.up_proj),
-        )
-    ]
-    narrow = layer.input_layernorm.weight.dtype
-    if any(w.requires_grad or w.dtype == narrow for group in groups for w in group):
+    a, m = layer.self_attn, layer.mlp
+    modules = ((a.q_proj, a.k_proj, a.v_proj), (m.gate_proj, m.up_proj))
+    groups = [[lora.base_layer(module).weight for module in group] for group in modules]
+    wide = layer.input_layernorm.weight.dtype
+    if any(w.requires_grad or w.dtype == wide for group in groups for w in group):
         return None
     fused = []
     for group in groups:
@@ -459,14 +423,6 @@ def _fused_in_place(layer: Any) -> tuple[Tensor, Tensor] | None:
         for weight, part in zip(group, fused[-1].split([len(w) for w in group])):
             weight.data = part
     return fused[0], fused[1]
-
-
-def _norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Normalise each head, then apply the rotary embedding: q and k of Qwen3."""
-    wide = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps).to(x.dtype) * weight
-    a, b = wide.chunk(2, -1)
-    c, s = cos[:, None], sin[:, None]
-    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
 
 
 _registry: weakref.WeakKeyDictionary[nn.Module, LlamaLayers | str] = weakref.WeakKeyDictionary()

@@ -84,16 +84,9 @@ class KeptRows:
 
 
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor | float = 1.0,
-    *,
-    want_entropy: bool = False,
-    chunk: int | None = None,
-    sets: KeptSets | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor | float = 1.0, *,
+    want_entropy: bool = False, chunk: int | None = None, sets: KeptSets | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``targets`` [N] -> log-probabilities [N], entropies [N].
 
     ``temperature`` is a number or [N]; 0 means greedy decoding and counts as 1. The entropies are None without
@@ -130,11 +123,13 @@ def logprobs_of(
         log_p = torch.log_softmax(logits(h).to(wide) * scale[:, None], 1)
         entropy = -torch.linalg.vecdot(log_p.exp(), log_p) if want_entropy else scale.new_zeros(len(h))
         logp = log_p.gather(1, target[:, None]).squeeze(1)
-        sets = None if kept is None else kept.of_chunk(chunk)
-        return logp if sets is None else logp - sets.log_sums(log_p[sets.row, sets.ids]), entropy
+        if rows_kept is not None:
+            part = rows_kept.of_chunk(chunk)
+            logp = logp - part.log_sums(log_p[part.row, part.ids])
+        return logp, entropy
 
     size = max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // (weight.shape[0] * wide.itemsize))
-    kept = None if sets is None else KeptRows(sets, size)
+    rows_kept = None if sets is None else KeptRows(sets, size)
     parts = [
         checkpoint(rows_of, *arguments, chunk, use_reentrant=False)
         for chunk, arguments in enumerate(zip(hidden.split(size), targets.split(size), inverse.split(size)))
@@ -174,34 +169,26 @@ def _logits(h: Tensor, w: Tensor, bias: Tensor | None, wide: torch.dtype) -> Ten
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        inverse: Tensor,
-        want_entropy: bool,
-        size: int,
-        keep: bool,
-        rows_kept: KeptRows | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, inverse: Tensor, want_entropy: bool,
+        size: int, keep: bool, rows_kept: KeptRows | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         wide, narrow = _sum_dtype(hidden), _product_dtype(hidden)
         logp, lse = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
         entropy = torch.empty_like(logp) if want_entropy else None
-        kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        saved: tuple[Tensor | None, Tensor | None] = (None, None)  # p, or p − onehot by kernels; and log p
         over_sets: list[tuple[Tensor, Tensor]] = []
         ctx.kernels = kernels = ops_for(hidden)  # chosen under the caller's autocast
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
             if keep and kernels is not reference:
-                kept = (torch.empty(hidden.shape[0], weight.shape[0], dtype=narrow, device=hidden.device), None)
+                saved = (torch.empty(hidden.shape[0], weight.shape[0], dtype=narrow, device=hidden.device), None)
             for a in range(0, hidden.shape[0], size):
                 rows = slice(a, a + size)
                 z = _logits(h[rows], w, bias, wide)
                 if rows_kept is not None:
                     over_sets.append(rows_kept.of_chunk(a // size).log_probs(z, targets[rows], inverse[rows]))
                 if kernels is not reference:
-                    args = (targets[rows], inverse[rows], want_entropy, None if kept[0] is None else kept[0][rows])
+                    args = (targets[rows], inverse[rows], want_entropy, None if saved[0] is None else saved[0][rows])
                     results = kernels.log_probs(z, *args)
                     for out, value in zip((logp, lse, entropy), results):
                         if out is not None:
@@ -217,12 +204,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     p /= total
                 if entropy is not None:
                     entropy[rows] = -torch.linalg.vecdot(p, log_p)
-                kept = (p if keep else None, log_p if keep and want_entropy else None)
+                saved = (p if keep else None, log_p if keep and want_entropy else None)
         p_sets = None
         if rows_kept is not None and over_sets:
             over_set, p_sets = (torch.cat(parts) for parts in zip(*over_sets))
             logp = torch.where(rows_kept.given, over_set, logp)
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *kept, p_sets)
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *saved, p_sets)
         ctx.narrow, ctx.size, ctx.rows_kept = narrow, size, rows_kept
         ctx.set_materialize_grads(False)
         return logp, entropy
@@ -287,13 +274,8 @@ def _from_kept(
 
 
 def _logit_gradient(
-    p: Tensor,
-    log_p: Tensor | None,
-    targets: Tensor,
-    g_logp: Tensor | None,
-    g_entropy: Tensor | None,
-    entropy: Tensor | None,
-) -> Tensor:
+    p: Tensor, log_p: Tensor | None, targets: Tensor, g_logp: Tensor | None, g_entropy: Tensor | None, entropy: Tensor | None
+) -> Tensor:  # fmt: skip
     """g·∂logp/∂z + g′·∂H/∂z for some rows, in a new buffer: a second backward pass may need the kept p."""
     if g_entropy is None or entropy is None or log_p is None:
         d = torch.zeros_like(p) if g_logp is None else p * -g_logp[:, None]

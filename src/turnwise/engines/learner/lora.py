@@ -21,14 +21,8 @@ from transformers import PreTrainedModel
 
 from turnwise.engines.adapters import AdaptedWeights, Adapter, TensorsWhenRead
 from turnwise.engines.experts import is_experts
-from turnwise.engines.kernels.four_bit import (
-    FourBitLinear,
-    FourBitStack,
-    pack_experts,
-    packed_experts,
-    packed_layers,
-    quantise_linear_layers,
-)
+from turnwise.engines.kernels import four_bit
+from turnwise.engines.kernels.four_bit import FourBitLinear, packed_experts, packed_layers
 from turnwise.errors import SettingError
 
 ADAPTER, BASE = "default", ".base_layer"
@@ -77,9 +71,9 @@ def quantise_frozen(model: PreTrainedModel, rank: int, dtype: torch.dtype, devic
             "--dtype auto"
         )
     decoder = model.get_decoder()
-    if not packed_layers(decoder) and not quantise_linear_layers(decoder, dtype, device):
+    if not packed_layers(decoder) and not four_bit.quantise_linear_layers(decoder, dtype, device):
         raise SettingError(f"{type(model).__name__} has no linear layers to keep in 4 bits; write --dtype auto")
-    pack_experts(decoder, dtype, device)
+    four_bit.pack_experts(decoder, dtype, device)
 
 
 @contextmanager
@@ -124,7 +118,8 @@ def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
             f"{name.replace(BASE, '')}.weight": partial(getattr, m, "weight") for name, m in layers.items()
         }
         made |= {
-            name.replace(BASE, ""): partial(FourBitStack.dequantised, m, torch.float32) for name, m in experts.items()
+            name.replace(BASE, ""): partial(four_bit.FourBitStack.dequantised, m, torch.float32)
+            for name, m in experts.items()
         }
         _bases[model] = AdaptedWeights(
             TensorsWhenRead([*plain, *made], lambda n: plain[n] if n in plain else made[n]()), {}

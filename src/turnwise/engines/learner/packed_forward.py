@@ -11,8 +11,7 @@ critic's trunk) run as the original does. Does not know what the hidden states a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,18 +25,8 @@ from transformers import PreTrainedModel
 
 from turnwise.core.batch import Sequences
 from turnwise.core.transfer import to_device
-from turnwise.engines import attention_interface
-from turnwise.engines.experts import (
-    COMPUTE_DTYPE,
-    EAGER,
-    attach_routing,
-    distinct_positions,
-    expert_configs,
-    forced_routes,
-    routing_of,
-    use,
-    using,
-)  # fmt: skip
+from turnwise.engines import attention_interface, experts
+from turnwise.engines.experts import forced_routes, routing_of
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
 from turnwise.engines.learner import llama_layers, lora
 from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes, VarlenAttention
@@ -105,7 +94,9 @@ def packed_states(
     # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
     # terms. float64 is chosen for exactness, so it shares no prefixes.
     unshared = model.dtype == torch.float64
-    prefixes = SharedPrefixes.unshared(ids) if unshared else SharedPrefixes.of(distinct_positions(ids, routes), start)
+    prefixes = (
+        SharedPrefixes.unshared(ids) if unshared else SharedPrefixes.of(experts.distinct_positions(ids, routes), start)
+    )
     row_of = torch.zeros_like(sequences.ids).index_copy(0, needed, prefixes.row_of)
     decoder, weight = model.get_decoder(), next(model.parameters())
     layout: PackedLayout | VarlenAttention
@@ -231,24 +222,18 @@ class _GivenStates:
         return self.last_hidden_state if index == 0 else ()
 
 
-@contextmanager
-def _decoder_returns(model: PreTrainedModel, states: Tensor) -> Iterator[None]:
+def own_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [N, V] of states [N, D] by all that the model's forward does after its decoder: head, scale, soft cap."""
+    ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
     decoder: Any = model.get_decoder()
-    previous = decoder.__dict__.get("forward")
-    decoder.forward = lambda *args, **kwargs: _GivenStates(states)
+    previous = decoder.__dict__.get("forward")  # an instance's own forward, where something has wrapped it
+    decoder.forward = lambda *args, **kwargs: _GivenStates(states[None])
     try:
-        yield
+        return model(input_ids=ids, use_cache=False).logits[0]
     finally:
         del decoder.forward
         if previous is not None:
             decoder.forward = previous
-
-
-def own_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Logits [N, V] of states [N, D] by all that the model's forward does after its decoder: head, scale, soft cap."""
-    ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
-    with _decoder_returns(model, states[None]):
-        return model(input_ids=ids, use_cache=False).logits[0]
 
 
 def has_own_head(model: nn.Module) -> bool:
@@ -263,7 +248,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Choose how this model runs packed sequences, and verify on random ids that its logits do not change: our attention
     layouts where they reproduce them, else its own forward on one sequence at a time."""
     attention_interface.use_eager_attention(model)  # the model's own choice may not support float32
-    attach_routing(model)
+    experts.attach_routing(model)
     lengths = (5, 12, 9)
     head = lm_head(model)
     device, generator = head.weight.device, torch.Generator().manual_seed(0)
@@ -276,13 +261,19 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         parts = ids.split(lengths)
         prepare_experts(model, parts[1])
         expected = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
-        _check_causal(model, parts[1], expected[lengths[0] : sum(lengths[:2])])
+        # a model whose logits depend on later ids cannot have sampled them one by one
+        alone, shorter = expected[lengths[0] : sum(lengths[:2])], model(input_ids=parts[1][None, :-3], use_cache=False)
+        difference = float((shorter.logits[0] - alone[:-3]).abs().max() / alone.abs().max())
+        if not difference <= CAUSAL_TOLERANCE:
+            raise SettingError(
+                f"{type(model).__name__} is not a causal model: its logits change by {difference:.2g} of the largest with ids "
+                "that come later; use a model that predicts each token from those before it"
+            )
         _choose_head(model, head, parts[1])
 
         def gap() -> float:
-            return float(
-                (logits_of(model, hidden_states(model, sequences)) - expected).abs().max() / expected.abs().max()
-            )
+            logits = logits_of(model, hidden_states(model, sequences))
+            return float((logits - expected).abs().max() / expected.abs().max())
 
         reason = _packing_fault(model, gap)
         if reason:
@@ -295,17 +286,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
                     f"{difference:.2g} of the largest); use another model"
                 )
     return model
-
-
-def _check_causal(model: PreTrainedModel, ids: Tensor, expected: Tensor) -> None:
-    """Refuse a model whose logits depend on later ids: it cannot have sampled them one by one."""
-    shorter = model(input_ids=ids[None, :-3], use_cache=False).logits[0]
-    difference = float((shorter - expected[:-3]).abs().max() / expected.abs().max())
-    if not difference <= CAUSAL_TOLERANCE:
-        raise SettingError(
-            f"{type(model).__name__} is not a causal model: its logits change by {difference:.2g} of the largest with ids that "
-            "come later; use a model that predicts each token from those before it"
-        )
 
 
 def _choose_head(model: PreTrainedModel, head: nn.Linear, ids: Tensor) -> None:
@@ -330,12 +310,23 @@ def _packing_fault(model: PreTrainedModel, gap: Callable[[], float]) -> str:
         model.get_decoder()(input_ids=ids, position_ids=ids, use_cache=False, layout=probe)
         probe.check_all_layers(model)
         if llama_layers.fast_path(model.get_decoder()) is not None:
-            _verify_layers(model, gap)
+            try:
+                off = gap()
+                why = "" if off <= TOLERANCE else f"their logits were off by {off:.2g}"
+            except Exception as fault:  # no compiler, a newer version of the model ...
+                why = f"they failed: {_first_line(fault)}"
+            if why:
+                log.warning(
+                    "the learner runs %s by its stock forward, not by hand-written layers: %s",
+                    type(model).__name__,
+                    why,
+                )
+                llama_layers.disable(model.get_decoder(), why)
         difference = gap()
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as fault:
         if isinstance(fault, torch.OutOfMemoryError):
             raise
-        return (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+        return _first_line(fault)
     if difference <= TOLERANCE:
         return ""
     return f"packed sequences change its logits (off by {difference:.2g} of the largest)"
@@ -362,35 +353,21 @@ def run_adapters_by_hand(model: PreTrainedModel) -> None:
         llama_layers.disable(decoder, f"adapters, with which hand-written layers were off by {off:.2g}")
 
 
-def _verify_layers(model: PreTrainedModel, gap: Callable[[], float]) -> None:
-    """Fall back to the stock forward where the hand-written layers fail or differ: no compiler, a newer model version ..."""
-    try:
-        off = gap()
-        why = "" if off <= TOLERANCE else f"their logits were off by {off:.2g}"
-    except Exception as fault:
-        why = f"they failed: {str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__}"
-    if why:
-        log.warning(
-            "the learner runs %s by its stock forward, not by hand-written layers: %s", type(model).__name__, why
-        )
-        llama_layers.disable(model.get_decoder(), why)
-
-
 def prepare_experts(model: PreTrainedModel, ids: Tensor) -> None:
     """Compute the experts of this model by grouped products in the compute dtype, or where that fails as it did before."""
-    configs = expert_configs(model)
+    configs = experts.expert_configs(model)
     if not configs:
         return
     before = configs[0]._experts_implementation
-    use(model, COMPUTE_DTYPE)
+    experts.use(model, experts.COMPUTE_DTYPE)
     try:
         fault = expert_fault(model, ids, half=ids.is_cuda)
     except (RuntimeError, TypeError, AttributeError, KeyError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        fault = (str(error).splitlines() or [type(error).__name__])[0]
+        fault = _first_line(error)
     if fault:
-        use(model, before)
+        experts.use(model, before)
         log.warning("the learner computes experts of %s by %s: %s", type(model).__name__, before, fault)
 
 
@@ -399,18 +376,23 @@ def expert_fault(model: PreTrainedModel, ids: Tensor, half: bool) -> str:
     """What is wrong with the logits of these experts on ids [L]; empty if nothing. ``half``: also under autocast."""
     routing = routing_of(model.get_decoder())
     logits = lambda: model(input_ids=ids[None], use_cache=False).logits[0].float()  # noqa: E731
-    with using(expert_configs(model), EAGER):
+    eager = partial(experts.using, experts.expert_configs(model), experts.EAGER)
+    with eager():
         expected = logits()
     off = _gap(logits(), expected)
     if not off <= TOLERANCE:
         return f"in the compute dtype their logits were off by {off:.2g}"
     if not half or routing is None:
         return ""
-    with routing.recording() as chosen, using(expert_configs(model), EAGER):
+    with routing.recording() as chosen, eager():
         logits()
     with routing.forcing(chosen()), torch.autocast(ids.device.type, torch.bfloat16):
         off = _gap(logits(), expected)
     return "" if off <= HALF_TOLERANCE else f"in half precision their logits were off by {off:.2g}"
+
+
+def _first_line(fault: Exception) -> str:
+    return (str(fault).strip().splitlines() or [type(fault).__name__])[0]
 
 
 def _gap(logits: Tensor, expected: Tensor) -> float:
