@@ -18,9 +18,9 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.records import Group, Task, Trajectory, Turn
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal, level_of
-from turnwise.engines.learner.forward_pass import ForwardPass
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.logprobs import token_logprobs
+from turnwise.engines.learner.packed_forward import ForwardPass
 from turnwise.errors import SettingError
 from turnwise.recipes.families.critic_free import dr_grpo, grpo
 
@@ -178,7 +178,7 @@ def test_gradients_are_clipped(kit, batch):
 
 
 def test_only_what_is_needed_is_computed(kit, batch, monkeypatch):
-    from turnwise.engines.learner import forward_pass as module
+    from turnwise.engines.learner import packed_forward as module
 
     asked = []
     spy = lambda *a, want_entropy, **k: asked.append(want_entropy) or token_logprobs(*a, want_entropy=want_entropy, **k)  # noqa: E731

@@ -90,7 +90,15 @@ class LocalLearner:
         if self.noise is not None:  # the layers changed after ``prepare`` checked them
             llama_layers.disable(self.model.get_decoder(), "noise between its layers")
         if self.settings.lora_rank and self.dtype != self.master:
-            self._narrow_frozen_weights()
+            # Frozen matrices of the policy and of a critic's trunk in half precision: ``prepare`` verified them in float32.
+            trunks = [t for t in (self.value_heads.trunk, self.value_heads.target_trunk) if t is not None]
+            for module, decoder in ((self.model, self.model.get_decoder()), *((trunk, trunk) for trunk in trunks)):
+                by_hand = llama_layers.fast_path(decoder) is not None
+                lora.narrow_frozen(module, self.dtype, embeddings=by_hand)
+                if by_hand:
+                    llama_layers.run_adapters(decoder)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the freed half of the weights
         if self.settings.fp8:
             llama_layers.enable_fp8(self.model.get_decoder())
         self.version = 0
@@ -98,10 +106,7 @@ class LocalLearner:
         self.skipped = 0  # steps not taken because a loss or gradient was not finite
         self.measurer = SignalMeasurer(self, teacher)
         self._separate_critic = separate_critic
-        self._rates = {
-            **dict.fromkeys(CRITIC_PREFIXES, self.settings.value_lr),
-            "noise/": noise.rate if noise else None,
-        }
+        self._rates = dict.fromkeys(CRITIC_PREFIXES, self.settings.value_lr) | {"noise/": noise.rate if noise else None}
         self._make_optimizers()
 
     def _make_optimizers(self) -> None:
@@ -114,21 +119,6 @@ class LocalLearner:
         critic_group = {n: p for n, p in self.trained.items() if n not in self._policy_group}
         self._critic_optimizer = optimizer.adamw(critic_group, self.settings, self._rates) if critic_group else None
 
-    def _narrow_frozen_weights(self) -> None:
-        """Keep frozen matrices of the policy and of a critic's trunk in half precision. Verified before, in float32."""
-        heads = self.value_heads
-        for module, decoder in (
-            (self.model, self.model.get_decoder()),
-            *((trunk, trunk) for trunk in (heads.trunk, heads.target_trunk)),
-        ):
-            if module is not None and decoder is not None:
-                by_hand = llama_layers.fast_path(decoder) is not None
-                lora.narrow_frozen(module, self.dtype, embeddings=by_hand)
-                if by_hand:
-                    llama_layers.run_adapters(decoder)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the freed half of the weights
-
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"model/{n}", p) for n, p in self.model.named_parameters())
         yield from self.value_heads.named_parameters()
@@ -139,9 +129,8 @@ class LocalLearner:
 
     @property
     def parameter_count(self) -> int:
-        packed = sum(
-            m.in_features * m.out_features for m in packed_layers(self.model).values()
-        )  # in 4 bits: no parameters
+        # weights in 4 bits are buffers, not parameters
+        packed = sum(m.in_features * m.out_features for m in packed_layers(self.model).values())
         packed += sum(stack.shape.numel() for stack in packed_experts(self.model).values())
         return packed + sum(p.numel() for p in self.model.parameters())
 
@@ -201,7 +190,16 @@ class LocalLearner:
         factor = self.settings.lr_factor(self.steps)
         try:
             loss, sums, scales = self._backward(batch, objective)
-            norms, taken = self._optimize(scales, loss)
+            if scales.gradient != 1.0:
+                gradients = [p.grad for p in self._policy_group.values() if p.grad is not None]
+                compat.foreach_mul_(gradients, scales.gradient)
+            if self.settings.offload:
+                optimizer.move_state(self._optimizers, self.device)
+            # the objective scales the policy's rate only, not the critic's
+            factors = dict(zip(self._optimizers, (factor * scales.rate, factor)))
+            norms, taken = optimizer.guarded_step(factors, self.settings.clip, loss)
+            if self.settings.offload:
+                optimizer.move_state(self._optimizers, torch.device("cpu"))
         finally:
             for each in self._optimizers:
                 each.zero_grad(set_to_none=True)  # a partial gradient must not leak into the next update
@@ -217,19 +215,6 @@ class LocalLearner:
         metrics |= {"scale/gradient": scales.gradient, "scale/lr": scales.rate}
         return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
 
-    def _optimize(self, scales: ScalesProtocol, loss: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Take the step on the finished gradient. Returns the gradient norms and whether it was taken, unread by the host."""
-        factor = self.settings.lr_factor(self.steps)
-        if scales.gradient != 1.0:
-            compat.foreach_mul_([p.grad for p in self._policy_group.values() if p.grad is not None], scales.gradient)
-        if self.settings.offload:
-            optimizer.move_state(self._optimizers, self.device)
-        factors = [factor * scales.rate, factor]  # the objective scales the policy's rate only, not the critic's
-        norms, taken = optimizer.guarded_step(dict(zip(self._optimizers, factors)), self.settings.clip, loss)
-        if self.settings.offload:
-            optimizer.move_state(self._optimizers, torch.device("cpu"))
-        return norms, taken
-
     def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
         """Sum losses, statistics and gradients over the micro-batches. The host reads none of them, so it never stalls the
         GPU."""
@@ -241,12 +226,11 @@ class LocalLearner:
             step, result = planned, objective(micro, policy)
             for name, side in result.side_losses.items():  # gradients of additional scalars
                 grads = sides.setdefault(name, [torch.zeros_like(p) for p in group])
-                parts = (
-                    torch.autograd.grad(side, group, retain_graph=True, allow_unused=True) if side.requires_grad else ()
-                )
-                for side_total, part in zip(grads, parts):
-                    if part is not None:
-                        side_total += part
+                if side.requires_grad:
+                    parts = torch.autograd.grad(side, group, retain_graph=True, allow_unused=True)
+                    for side_total, part in zip(grads, parts):
+                        if part is not None:
+                            side_total += part
             if result.loss.requires_grad:  # false for a micro-batch without sampled tokens
                 with llama_layers.accumulating_gradients(self.model.get_decoder(), self.value_heads.trunk):
                     result.loss.backward()
@@ -263,6 +247,7 @@ class LocalLearner:
         forward pass that is differentiated; otherwise planning costs an extra forward pass."""
         batch = batch.put(vocabulary_size=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
         parts = list(self.micro_batches(batch)) if objective.signals_before_step else []
+        # noise belongs to the differentiated pass only, and planning reads the policy without it
         if len(parts) == 1 and objective.signals_before_step <= WITH_GRADIENT and self.noise is None:
             micro, policy = self.measurer.live(parts[0], objective.signals_with_gradient)
             planned = objective.plan(micro.put({s: f.detach() for s, f in policy.items()}))
@@ -274,10 +259,8 @@ class LocalLearner:
         with_gradient, without = self.split_by_gradient(planned)
         for part, grad in ((with_gradient, True), (without, False)):
             for number, piece in enumerate(() if part is None else self.micro_batches(part)):
-                with (
-                    torch.set_grad_enabled(grad),
-                    self.noise.enabled(self.steps, number) if self.noise else nullcontext(),
-                ):
+                noise = self.noise.enabled(self.steps, number) if self.noise else nullcontext()
+                with torch.set_grad_enabled(grad), noise:
                     micro, policy = self.measurer.live(piece, objective.signals_with_gradient)
                 yield planned, micro, policy
                 del micro, policy  # before the next forward pass
@@ -442,6 +425,3 @@ def _say_missing_sets() -> None:
         "some tokens were sampled under top-p, top-k or min-p without a record of the ids that were kept (the set was too large, "
         "or the server does not return it): only its mass is known, so their ratios are exact only until the policy moves"
     )
-
-
-__all__ = ["LearnerSettings", "LocalLearner"]

@@ -1,19 +1,22 @@
 """Forward pass of packed sequences through a causal LM, and the choice of how a model runs them.
 
-Legend: L packed positions, U computed positions, D hidden size.
+Legend: L packed positions, U computed positions, N sampled tokens, D hidden size, V vocabulary size.
 
 ``prepare`` decides by comparison: our attention layouts and hand-written layers where the logits stay the same, else the model's
 own forward on one sequence at a time; its linear head, or its own way to logits (a scale, a soft cap); experts of a mixture in
 the compute dtype, or as the model computes them. The decisions are attributes of the modules, so that copies (a reference, a
-critic's trunk) run as the original does. Does not know what the hidden states are for: no log-probabilities, no losses.
+critic's trunk) run as the original does.
+
+``ForwardPass`` is one such pass over a micro-batch, shared by all signals that need it. Does not know what a signal is for.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,13 +26,16 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from turnwise.core.batch import Sequences
+from turnwise.core.batch import Batch, Sequences
+from turnwise.core.kept_sets import KeptSets
+from turnwise.core.levels import TOKEN
 from turnwise.core.transfer import to_device
 from turnwise.engines import attention_interface, experts
 from turnwise.engines.experts import forced_routes, routing_of
 from turnwise.engines.kernels.dispatch import attention_for, compute_dtype
 from turnwise.engines.learner import llama_layers, lora
 from turnwise.engines.learner.layouts import PackedLayout, SharedPrefixes, VarlenAttention
+from turnwise.engines.learner.logprobs import logprobs_of, token_logprobs
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
@@ -38,6 +44,7 @@ CAUSAL_TOLERANCE = 1e-5  # only rounding may differ, and random weights barely l
 TOLERANCE = 1e-3  # largest difference between two execution paths, relative to the largest logit ...
 HALF_TOLERANCE = 0.05  # ... and where products round to half precision
 SEPARATE, OWN_HEAD = "_turnwise_separate", "_turnwise_own_head"
+CHUNK = 1 << 22  # elements in one chunk of logits [tokens, vocabulary]
 PROBE_SCALES = (1.0, 1000.0)  # a soft cap of 30 does nothing to the small logits of random weights
 
 
@@ -239,6 +246,94 @@ def own_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
 def has_own_head(model: nn.Module) -> bool:
     """Whether the model's own way to logits is more than its linear head."""
     return getattr(model, OWN_HEAD, False)
+
+
+# ------------------------------------------------- one pass for all its readers
+
+
+class ForwardPass:
+    """Hidden states, log-probabilities and distributions of one model, each computed on first use."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        model: PreTrainedModel,
+        context: Callable[[], AbstractContextManager[Any]],
+        after_sampled: bool = False,
+        states: PackedStates | None = None,
+    ) -> None:
+        """``context``: what the model runs in: autocast, adapters switched off. ``after_sampled``: also compute the state after
+        each sampled token. ``states``: already computed hidden states."""
+        self.batch, self.model, self.context, self.after_sampled = batch, model, context, after_sampled
+        self._token_logp: tuple[Tensor, Tensor | None] | None = None
+        if states is not None:
+            self.states = states
+
+    @cached_property
+    def states(self) -> PackedStates:
+        """Inputs of the LM head at packed positions."""
+        with self.context():
+            if self.batch.sequences.ids.numel():
+                return packed_states(self.model, self.batch.sequences, self.after_sampled)
+            return PackedStates(next(self.model.get_input_embeddings().parameters())[:0], self.batch.sequences.ids)
+
+    @cached_property
+    def _before_in_compute_dtype(self) -> Tensor:
+        """``before`` in the compute dtype: the operand of the LM head."""
+        return self.states.at(self.batch.sequences.sampled_at - 1)
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The state each token was sampled from, [N, D], in the dtype of sums."""
+        return self._before_in_compute_dtype.to(self._wide)
+
+    @cached_property
+    def after(self) -> Tensor:
+        """The state after the model has read the token itself, [N, D], in the dtype of sums."""
+        assert self.after_sampled, "this forward pass stopped before the last sampled tokens"
+        return self.states.at(self.batch.sequences.sampled_at).to(self._wide)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of sums: that of the weights, and float32 for frozen weights in half precision."""
+        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+
+    def logp(self, want_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [N] of the sampled tokens, each over the ids that its sampler kept where these are recorded, and with
+        ``want_entropy`` the entropies [N] over the whole vocabulary."""
+        if self._token_logp is None or (want_entropy and self._token_logp[1] is None):
+            self._token_logp = self._logp_over(self.batch.sequences.kept, want_entropy)
+        return self._token_logp
+
+    def logp_over_vocabulary(self) -> Tensor:
+        """Log-probabilities [N] of the sampled tokens over the whole vocabulary, whatever their samplers kept."""
+        return self.logp()[0] if self.batch.sequences.kept is None else self._logp_over(None, False)[0]
+
+    def _logp_over(self, sets: KeptSets | None, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        target, temperature = self.batch.token.x, self.batch.temperature.at(TOKEN).x
+        head, states = lm_head(self.model), self._before_in_compute_dtype
+        with self.context():
+            if has_own_head(self.model):
+                logits = partial(own_logits, self.model)
+                return logprobs_of(logits, states, head.weight, target, temperature, want_entropy, sets)
+            return token_logprobs(
+                states, head.weight, head.bias, target, temperature, want_entropy=want_entropy, sets=sets
+            )
+
+    # -------------------------------------------------- full distributions
+    @cached_property
+    def inverse_temperature(self) -> Tensor:
+        """1/temperature of each token; greedy turns count as temperature 1."""
+        t = self.batch.temperature.at(TOKEN).x.to(self.before.dtype)
+        return torch.where(t == 0, 1.0, t).reciprocal()
+
+    def distributions(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, their log-probabilities over the whole vocabulary [rows, V]), one chunk of tokens at a time."""
+        size = max(1, CHUNK // max(1, lm_head(self.model).weight.shape[0]))
+        for a in range(0, self.before.shape[0], size):
+            rows = slice(a, a + size)
+            z = logits_of(self.model, self.before[rows])
+            yield rows, torch.log_softmax(z * self.inverse_temperature[rows, None], 1)
 
 
 # ------------------------------------------------------- how a model is run

@@ -25,7 +25,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TURN, Field
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines import compat
-from turnwise.engines.learner.forward_pass import ForwardPass
+from turnwise.engines.learner.packed_forward import ForwardPass
 from turnwise.errors import SettingError
 
 TOKEN_VALUES = (Signal.VALUE, Signal.SECOND_VALUE)

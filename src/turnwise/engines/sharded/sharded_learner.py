@@ -112,7 +112,14 @@ class ShardedLearner(LocalLearner):
             self.device, self.files = started.device, started.files
             place = started.several_machines and folder
             if place:
-                self._check_shared(started, place)
+                with tempfile.NamedTemporaryFile(prefix=".shared-", dir=place.absolute()) as mark:
+                    machines = started.call(ShardedLearner._machine_without, self, Path(mark.name))
+                if missing := sorted({machine for machine in machines if machine}):
+                    raise SettingError(
+                        f"{place.absolute()} is not the same folder on all machines: {', '.join(missing)} cannot read what rank "
+                        "0 writes there; put the run (--out) on a filesystem that they share, because every rank writes its own "
+                        "part of a checkpoint"
+                    )
             if settings.four_bit:  # packed once: the same numbers on all ranks, and in the copy that is published
                 lora.quantise_frozen(model, settings.lora_rank, settings.compute_dtype(device), started.device)
             with tempfile.TemporaryDirectory(prefix="turnwise-ranks-", dir=place or None) as name:
@@ -126,17 +133,6 @@ class ShardedLearner(LocalLearner):
             raise
         self.pool, self._stale = started, False
         weakref.finalize(self, started.close if pool is None else int)
-
-    def _check_shared(self, pool: RankPool, folder: Path) -> None:
-        """Refuse a folder in which not every rank sees what rank 0 writes."""
-        folder = folder.absolute()
-        with tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder) as mark:
-            places = pool.call(ShardedLearner._machine_without, self, Path(mark.name))
-        if missing := sorted({place for place in places if place}):
-            raise SettingError(
-                f"{folder} is not the same folder on all machines: {', '.join(missing)} cannot read what rank 0 writes there; "
-                "put the run (--out) on a filesystem that they share, because every rank writes its own part of a checkpoint"
-            )
 
     def _machine_without(self, file: Path) -> list[str]:
         """Of each rank, empty where it sees the file, else the name of its machine."""
@@ -165,9 +161,8 @@ class ShardedLearner(LocalLearner):
         self.parts = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
         for part in self.parts:
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(
-                True
-            )  # in float32 FSDP would scale inside the sum, which gloo cannot
+            # in float32 FSDP would scale inside the sum, which gloo cannot
+            part.set_force_sum_reduction_for_comms(True)
         self._make_optimizers()
         with self._whole_weights(False):
             self.root(dict)  # FSDP decides at the first pass which module is the root
@@ -203,8 +198,7 @@ class ShardedLearner(LocalLearner):
     # ---------------------------------------------------------- among ranks
     def _gathered(self, value: Any, group: Any = None) -> list[Any]:
         """The values of all ranks, on rank 0; empty on the others."""
-        first = dist.get_rank() == 0
-        values: list[Any] | None = [None] * dist.get_world_size() if first else None
+        values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(value, values, dst=0, group=group)
         return values or []
 
@@ -617,18 +611,21 @@ class StepOfRank:
         return outputs, learner._gathered({s: x.detach().cpu() for s, x in outputs.items()})
 
     def _backward(
-        self,
-        shares: Round,
-        outputs: Mapping[Signal, Tensor],
-        signals: Sequence[Mapping[Signal, Tensor]],
-        gradient: bool,
+        self, shares: Round, outputs: Mapping[Signal, Tensor], signals: Sequence[Mapping[Signal, Tensor]], gradient: bool,
         last: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add the objective of these micro-batches, and differentiate each rank's own signals."""
         box: list[Any] = [None]
         dist.scatter_object_list(box, self._evaluate(shares, signals, gradient) if signals else None, src=0)
         main, sides = box[0]
         learner = self.learner
+
+        def differentiate(gradients: Mapping[Signal, Tensor], synchronise: bool, again: bool = False) -> None:
+            for part in learner.parts:
+                part.set_requires_gradient_sync(synchronise, recurse=False)
+            values = [g.to(outputs[s]) for s, g in gradients.items()]
+            torch.autograd.backward([outputs[s] for s in gradients], values, retain_graph=again)
+
         trained = list(learner._policy_group.values())
         for name, gradients in sides.items():
             running = [p.grad for p in trained]
@@ -636,26 +633,13 @@ class StepOfRank:
             for p in trained:
                 p.grad = None
             if gradients:
-                self._differentiate(outputs, gradients, synchronise=True, again=True)
+                differentiate(gradients, synchronise=True, again=True)
             for p, total, before in zip(trained, totals, running):
                 if p.grad is not None:
                     total += p.grad
                 p.grad = before
         if main:
-            synchronise = last or learner.gather == "block" or bool(self.sides)
-            self._differentiate(outputs, main, synchronise)
-
-    def _differentiate(
-        self,
-        outputs: Mapping[Signal, Tensor],
-        gradients: Mapping[Signal, Tensor],
-        synchronise: bool,
-        again: bool = False,
-    ) -> None:
-        for part in self.learner.parts:
-            part.set_requires_gradient_sync(synchronise, recurse=False)
-        values = [g.to(outputs[s]) for s, g in gradients.items()]
-        torch.autograd.backward([outputs[s] for s in gradients], values, retain_graph=again)
+            differentiate(main, last or learner.gather == "block" or bool(self.sides))
 
     # ------------------------------------------------------------ on rank 0
     def _evaluate(

@@ -5,8 +5,7 @@ The context of a prompt is what all prompts begin with, its question is the rest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.errors import SettingError
 
 BATCH = 8  # prompts of a forward pass
+MLPS = ("mlp", "feed_forward", "block_sparse_moe")  # what models call it
 
 
 def concentration(hidden: Tensor, context: int) -> tuple[float, float]:
@@ -29,24 +29,6 @@ def concentration(hidden: Tensor, context: int) -> tuple[float, float]:
     return float(question @ question), inter
 
 
-def last_mlp(layers: Sequence[nn.Module], name: str) -> nn.Module:
-    for part in ("mlp", "feed_forward", "block_sparse_moe"):
-        if (mlp := getattr(layers[-1], part, None)) is not None:
-            return mlp
-    raise SettingError(f"the last layer of {name} has no `mlp`, so angles of its hidden states cannot be measured")
-
-
-@contextmanager
-def plain_forward(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model can be called with padded ids, whichever attention an engine has given it."""
-    before = model.config.get_text_config()._attn_implementation
-    use_eager_attention(model)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 @torch.no_grad()
 def prompt_angles(
     model: PreTrainedModel, layers: Sequence[nn.Module], prompts: Sequence[Sequence[int]]
@@ -56,21 +38,24 @@ def prompt_angles(
     shared = next((n for n, equal in enumerate(same) if not equal), len(same))
     context = min(shared, min(map(len, prompts)) - 1)  # a question has at least one token
     device, angles, seen = next(model.parameters()).device, list[tuple[float, float]](), list[Tensor]()
-    hook = last_mlp(layers, type(model).__name__).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    mlps = [mlp for part in MLPS if (mlp := getattr(layers[-1], part, None)) is not None]
+    if not mlps:
+        raise SettingError(
+            f"the last layer of {type(model).__name__} has no `mlp`, so angles of its hidden states cannot be measured"
+        )
+    hook = mlps[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    attention = model.config.get_text_config()._attn_implementation
+    use_eager_attention(model)  # for padded ids, whichever attention an engine has given it
     try:
-        with plain_forward(model):
-            for first in range(0, len(prompts), BATCH):
-                part = [torch.tensor(list(prompt)) for prompt in prompts[first : first + BATCH]]
-                ids, mask = (
-                    pad_sequence(rows, batch_first=True) for rows in (part, [torch.ones_like(p) for p in part])
-                )
-                seen.clear()
-                model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False)
-                rows = seen[-1].reshape(len(part), -1, seen[-1].shape[-1])
-                angles += [concentration(row[: len(prompt)], context) for row, prompt in zip(rows, part)]
+        for first in range(0, len(prompts), BATCH):
+            part = [torch.tensor(list(prompt)) for prompt in prompts[first : first + BATCH]]
+            masks = [torch.ones_like(prompt) for prompt in part]
+            ids, mask = (pad_sequence(rows, batch_first=True).to(device) for rows in (part, masks))
+            seen.clear()
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            states = seen[-1].reshape(len(part), -1, seen[-1].shape[-1])
+            angles += [concentration(rows[: len(prompt)], context) for rows, prompt in zip(states, part)]
     finally:
         hook.remove()
+        model.set_attn_implementation(attention)
     return angles
-
-
-__all__ = ["concentration", "last_mlp", "plain_forward", "prompt_angles"]

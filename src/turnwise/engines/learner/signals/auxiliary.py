@@ -17,8 +17,8 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.core.signals import Signal
 from turnwise.engines.learner import optimizer
-from turnwise.engines.learner.forward_pass import ForwardPass
 from turnwise.engines.learner.optimizer import LearnerSettings
+from turnwise.engines.learner.packed_forward import ForwardPass
 
 SCORE_TIME = 0.8  # s at which the deviation is measured
 INNER, BLOCKS, FREQUENCIES = 128, 2, 4

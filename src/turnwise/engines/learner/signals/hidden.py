@@ -24,7 +24,7 @@ from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Tree
 from turnwise.core.signals import Signal
 from turnwise.engines.kernels.sampling import uniforms
 from turnwise.engines.learner import packed_forward
-from turnwise.engines.learner.forward_pass import ForwardPass
+from turnwise.engines.learner.packed_forward import ForwardPass
 
 PREDICTED_CHANGES = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
 RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)

@@ -22,7 +22,7 @@ from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.signals import POLICY_SIGNALS, TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
 from turnwise.engines.learner import lora, packed_forward
-from turnwise.engines.learner.forward_pass import ForwardPass
+from turnwise.engines.learner.packed_forward import ForwardPass
 from turnwise.engines.learner.signals import counterfactual, hidden
 from turnwise.engines.learner.signals.auxiliary import FlowDeviation, RewardProbe
 from turnwise.engines.learner.value_heads import TOKEN_VALUES, frozen_copy
