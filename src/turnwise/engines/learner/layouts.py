@@ -49,33 +49,27 @@ class SharedPrefixes:
 
     @classmethod
     def of(cls, ids: Tensor, start: Tensor) -> SharedPrefixes:
-        source = _sources(ids, start)
-        distinct = source == torch.arange(source.numel(), device=ids.device)
-        return cls(distinct.nonzero().squeeze(1), (distinct.cumsum(0) - 1)[source])
+        """Compute what ids share at the beginning of sequences once."""
+        numbers, ends = ids.cpu().numpy(), start.tolist()
+        text, size = numbers.astype(">i4").tobytes(), 4  # big-endian, so that bytes sort as numbers do
+        source = np.arange(len(numbers))  # of each position, the one that is computed in its place
+        previous: tuple[int, int] | None = None
+        # In lexicographic order the longest prefix that a sequence shares with any earlier one is shared with its predecessor.
+        for a, b in sorted(pairwise(ends), key=lambda ab: text[size * ab[0] : size * ab[1]]):
+            if previous is not None:
+                span = min(b - a, previous[1] - previous[0])
+                different = np.flatnonzero(numbers[a : a + span] != numbers[previous[0] : previous[0] + span])
+                common = int(different[0]) if len(different) else span
+                source[a : a + common] = source[previous[0] : previous[0] + common]
+            previous = (a, b)
+        distinct = torch.from_numpy(source == np.arange(len(source))).to(ids.device)
+        return cls(distinct.nonzero().squeeze(1), (distinct.cumsum(0) - 1)[torch.from_numpy(source).to(ids.device)])
 
     @classmethod
     def unshared(cls, ids: Tensor) -> SharedPrefixes:
         """Compute every position."""
         here = torch.arange(ids.numel(), device=ids.device)
         return cls(here, here)
-
-
-def _sources(ids: Tensor, start: Tensor) -> Tensor:
-    """For each position, the position that is computed in its place.
-
-    In lexicographic order the longest prefix that a sequence shares with any earlier one is shared with its predecessor."""
-    numbers, ends = ids.cpu().numpy(), start.tolist()
-    text, size = numbers.astype(">i4").tobytes(), 4  # big-endian, so that bytes sort as numbers do
-    source = np.arange(len(numbers))
-    previous: tuple[int, int] | None = None
-    for a, b in sorted(pairwise(ends), key=lambda ab: text[size * ab[0] : size * ab[1]]):
-        if previous is not None:
-            span = min(b - a, previous[1] - previous[0])
-            different = np.flatnonzero(numbers[a : a + span] != numbers[previous[0] : previous[0] + span])
-            common = int(different[0]) if len(different) else span
-            source[a : a + common] = source[previous[0] : previous[0] + common]
-        previous = (a, b)
-    return torch.from_numpy(source).to(ids.device)
 
 
 class PaddingMap:
@@ -157,19 +151,18 @@ class PackedLayout:
             bucket = slice(at, at + rows * length)
             # [rows, H, length, D]
             a, b, c = (x[bucket].unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))
-            mask = None if window is None or length <= window else self._mask(length, window, q.device)
+            mask = None
+            if window is not None and length > window:  # the same for all layers of this window
+                if (length, window) not in self._masks:
+                    here = torch.arange(length, device=q.device)
+                    distance = here[:, None] - here[None, :]
+                    self._masks[length, window] = (distance >= 0) & (distance < window)
+                mask = self._masks[length, window]
             plain = {"is_causal": mask is None, "scale": scale, "enable_gqa": a.shape[1] != b.shape[1]}
             parts.append(scaled_dot_product_attention(a, b, c, mask, **plain).transpose(1, 2).flatten(0, 1))
             at = bucket.stop
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self.padding_map is None else _Gather.apply(out, self.padding_map)
-
-    def _mask(self, length: int, window: int, device: torch.device) -> Tensor:
-        if (length, window) not in self._masks:
-            here = torch.arange(length, device=device)
-            distance = here[:, None] - here[None, :]
-            self._masks[length, window] = (distance >= 0) & (distance < window)
-        return self._masks[length, window]
 
 
 def _buckets(lengths: list[int]) -> list[tuple[int, int]]:
@@ -218,10 +211,10 @@ class VarlenAttention:
 
     @classmethod
     def of(cls, start: Tensor, prefixes: SharedPrefixes) -> VarlenAttention:
-        """The layout of sequences that start at ``start``. Queries of a shared prefix belong to the first sequence that has
-        it."""
+        """The layout of sequences that start at ``start``."""
         lengths = start[1:] - start[:-1]
-        queries = torch.searchsorted(prefixes.computed, start).diff()  # computed positions of each sequence
+        # computed positions of each sequence: queries of a shared prefix belong to the first sequence that has it
+        queries = torch.searchsorted(prefixes.computed, start).diff()
         active = queries > 0  # a sequence made of copies only has no queries
         shared = len(prefixes.computed) < len(prefixes.row_of)
         source = prefixes.row_of[active.repeat_interleave(lengths)] if shared else None
@@ -268,7 +261,6 @@ class VarlenAttention:
         return _RotaryKernelAttention.apply(qkv, cos, sin, self, keys, scale, function, stream)
 
     def kernel_args(self, scale: float) -> tuple[Any, ...]:
-        """The layout arguments of a kernel."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.key_source, self.max_seqlen, scale
 
 

@@ -216,8 +216,8 @@ class LocalLearner:
         return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
 
     def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
-        """Sum losses, statistics and gradients over the micro-batches. The host reads none of them, so it never stalls the
-        GPU."""
+        """Sum losses, statistics and gradients over the micro-batches."""
+        # The host reads none of these sums, so it never stalls the GPU.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         sides: dict[str, list[Tensor]] = {}
@@ -266,14 +266,13 @@ class LocalLearner:
                 del micro, policy  # before the next forward pass
 
     def split_by_gradient(self, planned: Batch) -> tuple[Batch, Batch | None]:
-        """Trajectories with a gradient, and those the objective marks as having none, which run forward for their statistics
-        only. If none has a gradient, differentiate one all the same: an optimizer with momentum steps on a zero gradient, but
-        not on a missing one."""
+        """Trajectories with a gradient, and those the objective marks as having none, which run forward for statistics only."""
         silent = planned.columns.get(Column.NO_GRADIENT)
         if silent is None or self.noise is not None:
             return planned, None
         flags = silent.x.to(torch.int64).tolist()
         with_gradient, without = ([k for k, flag in enumerate(flags) if flag == kind] for kind in (0, 1))
+        # Differentiate one all the same: an optimizer with momentum steps on a zero gradient, but not on a missing one.
         if not with_gradient:
             with_gradient, without = without[:1], without[1:]
         return (planned.select(with_gradient), planned.select(without)) if without else (planned, None)
@@ -284,12 +283,14 @@ class LocalLearner:
 
     # -------------------------------------------------------------- weights
     def weights(self) -> Mapping[str, Tensor]:
-        """Weights by the base model's parameter names, adapters merged. They alias the live parameters: copy them before the
-        next update."""
+        """Weights by the base model's parameter names, adapters merged. They alias the live parameters until the next update."""
         if self.settings.lora_rank:
             return lora.merged(self.model)
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
-        return self.value_heads.published(weights, self.head.weight)
+        if self.value_heads.of_actions and self.token_value_head is not None:
+            # a value for each token of the vocabulary: the sampler reads its row after those of the LM head
+            weights["lm_head.weight"] = torch.cat([self.head.weight.detach(), self.token_value_head.weight.detach()])
+        return weights
 
     def export(self, path: str | Path) -> None:
         """Write a directory that ``AutoModelForCausalLM.from_pretrained`` loads, and the token value head beside the model."""
@@ -317,8 +318,8 @@ class LocalLearner:
         return {"tensors": {name: t.clone() for name, t in live.items()}, "scalars": self._state_scalars()}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What ``state_dict`` holds, as live tensors (write them before the next update), without the reference: a learner of
-        the same initial model makes it again. Copies of both would take twice the memory of a training step."""
+        """What ``state_dict`` holds, as live tensors (write them before the next update), without the reference."""
+        # A learner of the same initial model makes the reference again; copies of both would take twice the memory of a step.
         return {"tensors": self._state_tensors(), "scalars": self._state_scalars()}
 
     def _state_tensors(self) -> dict[str, Tensor]:

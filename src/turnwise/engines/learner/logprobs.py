@@ -62,8 +62,8 @@ class KeptChunk:
         return z.gather(1, targets[:, None]).squeeze(1) * inverse - sums, (values - sums[self.row]).exp()
 
     def add_gradient(self, d: Tensor, p: Tensor, targets: Tensor, factor: Tensor) -> None:
-        """d(logits) [n, V] += factor · (onehot − p over the set) for rows with a set. No id is twice in a row, so the sum does
-        not depend on an order."""
+        """d(logits) [n, V] += factor · (onehot − p over the set) for rows with a set."""
+        # no id is twice in a row, so the sum does not depend on an order
         d[self.row, self.ids] += (((self.ids == targets[self.row]).to(p) - p) * factor[self.row]).to(d.dtype)
 
 
@@ -114,8 +114,7 @@ def logprobs_of(
     logits: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
     want_entropy: bool, sets: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same as ``token_logprobs`` for a head that is not linear: ``logits`` maps rows [n, D] to [n, V]. Logits of one chunk
-    exist at a time; the backward pass recomputes them."""
+    """The same as ``token_logprobs`` for a head that is not linear: ``logits`` maps rows [n, D] to [n, V]."""
     wide = _sum_dtype(hidden)
     inverse = torch.where(temperature == 0, 1.0, temperature).to(wide).reciprocal()
 
@@ -130,7 +129,7 @@ def logprobs_of(
 
     size = max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // (weight.shape[0] * wide.itemsize))
     rows_kept = None if sets is None else KeptRows(sets, size)
-    parts = [
+    parts = [  # logits of one chunk exist at a time; the backward pass recomputes them
         checkpoint(rows_of, *arguments, chunk, use_reentrant=False)
         for chunk, arguments in enumerate(zip(hidden.split(size), targets.split(size), inverse.split(size)))
     ]

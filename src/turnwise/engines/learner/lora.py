@@ -39,8 +39,7 @@ def _peft() -> Any:
 
 
 def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
-    """Add adapters to every linear layer except the LM head (and to the experts of a mixture, unless they are packed), and freeze
-    everything else. The model's outputs do not change."""
+    """Add adapters, which change no output, to every linear layer but the LM head and to unpacked experts. Freeze all else."""
     peft, alpha = _peft(), 2 * rank if alpha is None else alpha
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(0)  # the same adapters on every machine and in every process
@@ -95,7 +94,7 @@ def disabled(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: PreTrainedModel) -> AdaptedWeights:
-    """Merged weights under the names the model had before ``inject``. Leaves the model unchanged."""
+    """Merged weights under the names the model had before ``inject``."""
     base = _frozen_base(model)
     modules = {name: m for name, m in _adapted_modules(model).items() if name in base}
     adapters = {name: adapter for name, m in modules.items() if is_plain(m) and (adapter := adapter_of(m)) is not None}
@@ -107,13 +106,12 @@ _bases: weakref.WeakKeyDictionary[nn.Module, AdaptedWeights] = weakref.WeakKeyDi
 
 
 def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """The weights without their adapters. Packed ones are dequantised when they are read, and the mapping is always the same
-    object: a generator that knows it need not load it again."""
+    """The weights without their adapters. Packed ones are dequantised when they are read."""
     plain = {name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
     layers, experts = packed_layers(model), packed_experts(model)
     if not layers and not experts:
         return plain
-    if model not in _bases:
+    if model not in _bases:  # always the same object: a generator that knows it need not load it again
         made: dict[str, Callable[[], Tensor]] = {
             f"{name.replace(BASE, '')}.weight": partial(getattr, m, "weight") for name, m in layers.items()
         }
@@ -183,8 +181,8 @@ def random_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 def narrow_frozen(model: nn.Module, dtype: torch.dtype, embeddings: bool) -> None:
     """Keep frozen matrices in the dtype of the products, which round them to it anyway: half the memory of float32.
-    ``embeddings``: also tables of embeddings that lose nothing by it; where they do, they keep their dtype, and so does a head
-    tied to them."""
+    ``embeddings``: also tables of embeddings that lose nothing by it."""
+    # A table that would lose something keeps its dtype, and so does a head tied to it.
     tables = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)]
     exact = {id(p) for p in tables if not (embeddings and torch.equal(p.data.to(dtype).to(p.dtype), p.data))}
     for module in model.modules():
@@ -208,8 +206,7 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, base: str) -> None:
-    """Write the adapters alone, as ``peft.PeftModel.from_pretrained`` reads them. ``base``: folder or hub id of the model that
-    they belong to."""
+    """Write the adapters alone, as ``peft.PeftModel.from_pretrained`` reads them. ``base``: folder or hub id of their model."""
     peft = _peft()
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.peft_config[ADAPTER])

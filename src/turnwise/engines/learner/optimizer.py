@@ -94,11 +94,10 @@ class LearnerSettings:
 def adamw(
     parameters: Mapping[str, nn.Parameter], settings: LearnerSettings, rates: Mapping[str, float | None]
 ) -> torch.optim.AdamW:
-    """AdamW over named parameters. ``rates``: learning rates by name prefix; ``lr`` for all others. Vectors have no weight
-    decay."""
+    """AdamW over named parameters. ``rates``: learning rates by name prefix; ``lr`` for all others."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, p in parameters.items():
-        decay = settings.weight_decay if p.dim() > 1 else 0.0
+        decay = settings.weight_decay if p.dim() > 1 else 0.0  # not of vectors: biases and norms
         rate = next((rate for prefix, rate in rates.items() if name.startswith(prefix)), None)
         groups.setdefault((settings.lr if rate is None else rate, decay), []).append(p)
     return torch.optim.AdamW(
@@ -113,9 +112,8 @@ def guarded_step(
     lr_factors: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Clip and step each optimizer at its factor of the learning rate, or change nothing if the loss or any gradient is not
-    finite. Returns each gradient norm before clipping, and whether the step was taken. Clears the gradients.
-
-    Does not synchronise with the device: the device decides, while the host may run ahead."""
+    finite. Returns each gradient norm before clipping, and whether the step was taken. Clears the gradients."""
+    # No sync with the device: it decides whether the step is taken, while the host may run ahead.
     parameters = [[p for group in each.param_groups for p in group["params"]] for each in lr_factors]
     norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None])) for g in parameters]
     finite = [torch.isfinite(x).to(norms[0].device) for x in (*norms, *([] if loss is None else [loss]))]

@@ -135,10 +135,9 @@ def packed_states(
 
 
 def _positions_to_compute(sequences: Sequences, after_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The packed positions to compute, their positions within their sequences, and where each sequence starts among them.
-
-    Drops what follows a sequence's last sampled token, and that token itself unless ``after_sampled``: no requested state
-    depends on it. Sampled tokens are in the order of the sequences."""
+    """The packed positions to compute, their positions within their sequences, and where each sequence starts among them."""
+    # No requested state depends on what follows a sequence's last sampled token, nor on that token itself unless
+    # ``after_sampled``. Sampled tokens are in the order of the sequences.
     begin, at = sequences.start[:-1], sequences.sampled_at
     lengths = sequences.lengths
     if at.numel():
@@ -156,11 +155,10 @@ def runs_separately(decoder: nn.Module) -> bool:
 
 
 def separate_states(decoder: nn.Module, ids: Tensor, start: Tensor, routes: Tensor | None = None) -> Tensor:
-    """Inputs of the LM head at every position, [L, D]. Sequences of equal length share a pass: they need no padding.
-    ``routes`` [L, experts]: what the routers must choose."""
+    """Inputs of the LM head at every position, [L, D]. ``routes`` [L, experts]: what the routers must choose."""
     lengths = start.diff().tolist()
     parts, forced = ids.split(lengths), None if routes is None else routes.split(lengths)
-    by_length: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}  # sequences of equal length share a pass, because they need no padding
     for n, part in enumerate(parts):
         by_length.setdefault(len(part), []).append(n)
     states: dict[int, Tensor] = {}
@@ -278,14 +276,14 @@ class ForwardPass:
             return PackedStates(next(self.model.get_input_embeddings().parameters())[:0], self.batch.sequences.ids)
 
     @cached_property
-    def _before_in_compute_dtype(self) -> Tensor:
+    def _head_input(self) -> Tensor:
         """``before`` in the compute dtype: the operand of the LM head."""
         return self.states.at(self.batch.sequences.sampled_at - 1)
 
     @cached_property
     def before(self) -> Tensor:
         """The state each token was sampled from, [N, D], in the dtype of sums."""
-        return self._before_in_compute_dtype.to(self._wide)
+        return self._head_input.to(self._wide)
 
     @cached_property
     def after(self) -> Tensor:
@@ -311,7 +309,7 @@ class ForwardPass:
 
     def _logp_over(self, sets: KeptSets | None, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         target, temperature = self.batch.token.x, self.batch.temperature.at(TOKEN).x
-        head, states = lm_head(self.model), self._before_in_compute_dtype
+        head, states = lm_head(self.model), self._head_input
         with self.context():
             if has_own_head(self.model):
                 logits = partial(own_logits, self.model)
@@ -340,8 +338,7 @@ class ForwardPass:
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Choose how this model runs packed sequences, and verify on random ids that its logits do not change: our attention
-    layouts where they reproduce them, else its own forward on one sequence at a time."""
+    """Choose how this model runs packed sequences, and verify on random ids that its logits do not change."""
     attention_interface.use_eager_attention(model)  # the model's own choice may not support float32
     experts.attach_routing(model)
     lengths = (5, 12, 9)
@@ -370,6 +367,7 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             logits = logits_of(model, hidden_states(model, sequences))
             return float((logits - expected).abs().max() / expected.abs().max())
 
+        # Our attention layouts where they reproduce the logits, else the model's own forward on one sequence at a time.
         reason = _packing_fault(model, gap)
         if reason:
             attention_interface.use_eager_attention(model)

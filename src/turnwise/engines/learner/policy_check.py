@@ -51,15 +51,14 @@ class PolicyMismatchReport(NamedTuple):
 def same_policy(
     learner: Learner, records: Batch | Sequence[Trajectory], tolerance: float = TOLERANCE
 ) -> PolicyMismatchReport:
-    """Compare the log-probabilities recorded at sampling with the learner's of the same tokens.
-
-    Only tokens sampled at the learner's version count, and no expert's. Raises PolicyMismatch if the mean difference exceeds
-    ``tolerance``, or if no token can be compared."""
+    """Compare the log-probabilities recorded at sampling with the learner's of the same tokens. Raises PolicyMismatch if the mean
+    difference exceeds ``tolerance``, or if no token can be compared."""
     if isinstance(records, Batch):
         batch = records
     else:  # as one group: groups do not matter here
         task = records[0].task if records else Task("policy_check", seed=0)
         batch = pack([Group("policy_check", task, tuple(records))])
+    # older tokens are of another policy, an expert's of none of ours
     fresh = ((batch.version.x == learner.version) & ~batch.expert.at(TOKEN).x).nonzero().squeeze(1)
     if not fresh.numel():
         versions = sorted(set(batch.version.x.tolist()))
@@ -80,8 +79,7 @@ def same_policy(
 
 
 def fresh_trajectories(batch: Batch, version: int) -> Tensor:
-    """The first trajectories with tokens that our policy sampled at this version, enough of them for a stable mean: the mean of
-    a dozen tokens raises false alarms."""
+    """The first trajectories with tokens that our policy sampled at this version, enough of them for a stable mean."""
     tokens = batch.version.map(lambda v: (v == version).float()).sum(TRAJECTORY)
     ours = ((tokens > 0) & ~(batch.expert | batch.replayed | batch.guided)).x.nonzero().squeeze(1)
     too_few = int((tokens.x[ours].cumsum(0) < MIN_TOKENS).sum())
@@ -160,14 +158,14 @@ class AsynchronousPolicyCheck:
         self.in_batch.check(difference, version)
 
     def _take_sample(self) -> list[Trajectory]:
-        """What was sampled since the last publication. Nothing where it is late (rows of the cache may be short), or where
-        sampling failed: rollouts meet the same failure and report it."""
+        """What was sampled since the last publication, if it is there in time (rows of the cache may be short)."""
         pending, self._sample = self._sample, None
         if pending is None:
             return []
         wait([pending], self.patience if threading.get_ident() != self._event_loop_thread else 0.0)
         if pending.cancel():  # not done
             self.patience = 0.0
+        # where sampling failed, rollouts meet the same failure and report it
         return [] if pending.cancelled() or pending.exception() else pending.result()
 
 

@@ -59,6 +59,7 @@ class ValueHeads:
     def estimates(self, forward: ForwardPass, signals: frozenset[Signal]) -> dict[Signal, Field]:
         """Estimates of the trained critic. ``forward``: the trunk's pass, or the policy's for a shared critic."""
         self._require_heads(signals)
+        # In steps that train critics alone a shared critic does not move the policy.
         out: dict[Signal, Field] = {}
         if self.token_heads is not None and signals & set(TOKEN_VALUES):
             frozen = self.trunk is None and Column.FREEZE_POLICY in forward.batch.columns
@@ -94,13 +95,6 @@ class ValueHeads:
             wrong = "values of turns were requested from a learner without turn heads; write turn_critic=True"
         if wrong:
             raise SettingError(wrong)
-
-    def published(self, weights: dict[str, Tensor], head: Tensor) -> dict[str, Tensor]:
-        """The policy's weights; where each token has a value, its rows follow those of the LM head."""
-        if not self.of_actions or self.token_heads is None:
-            return weights
-        rows = torch.cat([head.detach(), self.token_heads.weight.detach()])
-        return {**weights, "lm_head.weight": rows}
 
     # -------------------------------------------------------- target network
     @torch.no_grad()

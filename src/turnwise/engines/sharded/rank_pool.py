@@ -185,22 +185,8 @@ class RankPool:
         else:
             self.store = open_store(started)
             self.store.set(START, json.dumps(start))
-        self._meet(started.address if started else "127.0.0.1")
-        elsewhere = [peer.about["address"] for peer in self.peers if peer.about and peer.about["node"]]
-        # by the way to a rank on another machine: one of this machine may know an address that leads nowhere else
-        interface = interface_toward(elsewhere[0])[1] if elsewhere else LOOPBACK
-        self.store.set(INTERFACE, interface)
-        try:
-            self.files = join_group(self.store, self.device, 0, self.size, interface)
-        except RuntimeError as fault:
-            raise self._cause(fault, name_silent=False) or RankFault(
-                f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
-                "name the network interface that they use, on each machine"
-            ) from fault
-
-    def _meet(self, address: str) -> None:
-        """Wait until every other rank has said where it is: then it has imported torch, and the group can be formed."""
-        until = time.monotonic() + START_SECONDS
+        # Until every other rank has said where it is: then it has imported torch, and the group can be formed.
+        until, address = time.monotonic() + START_SECONDS, started.address if started else "127.0.0.1"
         while missing := [peer for peer in self.peers if peer.about is None]:
             for peer in missing:
                 if self.store.check([ABOUT.format(peer.rank)]):
@@ -213,6 +199,17 @@ class RankPool:
                     f"{START_SECONDS:.0f} s; see the output of torchrun on their machines, and whether they can reach this one"
                 )
             time.sleep(0.02)
+        elsewhere = [peer.about["address"] for peer in self.peers if peer.about and peer.about["node"]]
+        # by the way to a rank on another machine: one of this machine may know an address that leads nowhere else
+        interface = interface_toward(elsewhere[0])[1] if elsewhere else LOOPBACK
+        self.store.set(INTERFACE, interface)
+        try:
+            self.files = join_group(self.store, self.device, 0, self.size, interface)
+        except RuntimeError as fault:
+            raise self._cause(fault, name_silent=False) or RankFault(
+                f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+                "name the network interface that they use, on each machine"
+            ) from fault
 
     @property
     def several_machines(self) -> bool:

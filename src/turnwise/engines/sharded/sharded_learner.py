@@ -210,8 +210,7 @@ class ShardedLearner(LocalLearner):
 
     @contextlib.contextmanager
     def _whole_weights(self, needed: bool) -> Iterator[None]:
-        """Inside, all weights are whole and no forward pass is collective, if ``needed``. Afterwards all are shards: FSDP leaves
-        the root whole after a pass without gradient, and would read it again after the shards have changed."""
+        """Inside, all weights are whole and no forward pass is collective, if ``needed``. Afterwards all are shards."""
         for part in self.parts if needed else ():
             part.unshard()
             part.set_reshard_after_forward(False, recurse=False)
@@ -219,6 +218,7 @@ class ShardedLearner(LocalLearner):
         try:
             yield
         finally:
+            # FSDP leaves the root whole after a pass without gradient, and would read it again after the shards have changed
             self.root.reshard()  # type: ignore[operator]
             for part in self.parts if needed else ():
                 part.reshard()
@@ -235,7 +235,6 @@ class ShardedLearner(LocalLearner):
         return None
 
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
-        """Measure ``signals`` without gradient, in the order of the batch."""
         return self._measure(stripped(batch), signals)
 
     @on_all_ranks
@@ -246,7 +245,6 @@ class ShardedLearner(LocalLearner):
     def update(
         self, batch: Batch, objective: ObjectiveProtocol, while_waiting: Callable[[], object] | None = None
     ) -> dict[str, float]:
-        """Take one optimizer step over the whole batch, or change nothing if a loss or gradient is not finite."""
         assert self.pool is not None
         elsewhere = AbsentObjective(objective.signals_with_gradient, objective.signals_before_step)
         arguments = (stripped(batch), elsewhere)
@@ -286,25 +284,23 @@ class ShardedLearner(LocalLearner):
     # -------------------------------------------------------------- weights
     def weights(self) -> Mapping[str, Tensor]:
         """Weights by the base model's parameter names, adapters merged: the whole copy, valid until the next update."""
-        self._refresh()
-        return self.whole.weights()
+        return self._fresh_copy().weights()
 
     def export(self, path: str | Path) -> None:
-        self._refresh()
-        self.whole.export(path)
+        self._fresh_copy().export(path)
 
     def export_adapter(self, path: str | Path, base: str) -> bool:
-        self._refresh()
-        return self.whole.export_adapter(path, base)
+        return self._fresh_copy().export_adapter(path, base)
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        """Bring the whole copy up to date."""
+    def _fresh_copy(self) -> LocalLearner:
+        """The whole copy, brought up to date."""
         if self._stale:
             weights = self._collected(list(self.trained))
             for name, p in self.whole.trained.items():
                 p.copy_(weights[name])
             self._stale = False
+        return self.whole
 
     @on_all_ranks
     def _collected(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -329,9 +325,9 @@ class ShardedLearner(LocalLearner):
 
     @on_all_ranks
     def _write_files(self, folder: Path) -> list[ShardFile]:
-        """Every rank writes its slices of a checkpoint; the first one also what all ranks hold alike. A slice has no meaning
-        without the number of ranks, so the files say which part of the whole tensor each is, and any number of ranks, or a single
-        process, can read them. No rank waits for another one's disk before its own file is written."""
+        """Every rank writes its slices of a checkpoint; the first one also what all ranks hold alike."""
+        # A slice has no meaning without the number of ranks, so the files say which part of the whole tensor each is, and any
+        # number of ranks, or a single process, can read them.
         slices = dict[str, TensorSlice]()
         for name, tensor in self._state_tensors().items():
             if isinstance(tensor, DTensor):
@@ -341,6 +337,7 @@ class ShardedLearner(LocalLearner):
                     slices[name] = TensorSlice(part, start, tuple(tensor.shape))
             elif self.rank == 0:
                 slices[name] = TensorSlice(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        # no rank waits for another one's disk before its own file is written
         return self._gathered(write_shard(folder, self.rank, dist.get_world_size(), slices), self.files)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -526,12 +523,12 @@ def deal(batch: Batch, ranks: int, positions: int, padded: bool) -> list[Round]:
 
 
 def rows_of_ranks(batch: Batch, ranks: int) -> list[list[int]]:
-    """The trajectories of each rank, in the order of the batch. Groups stay together, because their prompts are read once; they
-    are dealt apart where that would leave a rank idle."""
+    """The trajectories of each rank, in the order of the batch."""
     cost = batch.positions_per_trajectory().cpu().tolist()
     members: dict[int, list[int]] = {}
     for row, group in enumerate(batch.tree.ancestor(TRAJECTORY, GROUP).tolist()):
         members.setdefault(group, []).append(row)
+    # Groups stay together, because their prompts are read once; they are dealt apart where that would leave a rank idle.
     together = _balance([(sum(cost[k] for k in rows), rows) for rows in members.values()], ranks)
     loads = [sum(cost[k] for k in rows) for rows in together]
     if max(loads) * ranks <= UNEVEN * sum(loads):
@@ -659,8 +656,8 @@ class StepOfRank:
         self.reached |= reached(main)
 
         def alike(rank: int, gradients: Sequence[Gradients], some: set[Signal]) -> dict[Signal, Tensor]:
-            """Gradients of the same signals on all ranks, 0 where a rank has none: ranks whose backward passes reached different
-            weights would wait for each other."""
+            """Gradients of the same signals on all ranks, 0 where a rank has none."""
+            # ranks whose backward passes reached different weights would wait for each other
             return {
                 s: torch.zeros_like(signals[rank][s]) if (g := gradients[rank].get(s)) is None else g.cpu()
                 for s in sorted(some)

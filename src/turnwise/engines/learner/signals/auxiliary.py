@@ -46,9 +46,7 @@ class FeatureBuffer:
         return (torch.cat(self._seed), torch.cat(self._rows)) if self._seed else None
 
     def take(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Remove and return the rows of this batch, and the index of each row's trajectory in it; None if there are none.
-
-        Ordered by seed, then by insertion, so that neither micro-batches nor packing change the order."""
+        """Remove and return the rows of this batch, and the index of each row's trajectory in it; None if there are none."""
         if (buffered := self.contents()) is None or not len(batch):
             return None
         seed, rows = buffered
@@ -58,6 +56,7 @@ class FeatureBuffer:
         self._seed, self._rows = [seed[~present]], [rows[~present]]
         if not present.any():
             return None
+        # by seed, then by insertion: neither micro-batches nor packing change the order
         by_seed = torch.argsort(seed[present], stable=True)
         return rows[present][by_seed], order[index[present][by_seed]]
 

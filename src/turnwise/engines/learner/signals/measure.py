@@ -75,7 +75,13 @@ class SignalMeasurer:
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> Fields:
         """The requested signals without gradient, in the order of the batch, and the columns that later updates need."""
         if Column.RESET_REFERENCE in batch.columns and Signal.REFERENCE in signals:
-            self.reset_reference()
+            if self.learner.settings.lora_rank:
+                raise SettingError(
+                    "this method replaces its reference policy, and the reference of adapters is the base model; write "
+                    "--lora-rank 0"
+                )
+            # the present policy becomes the reference; from now on checkpoints hold it
+            self._reference, self._reference_was_reset = frozen_copy(self.learner.model), True
         sizes = {level: batch.tree.count(level) for level in (TOKEN, TURN, TRAJECTORY)}
         rows = {(Column.ROW, level): batch.tree.field(level, torch.arange(n)) for level, n in sizes.items()}
         blank = lambda level, dtype: torch.zeros(sizes[level], dtype=dtype, device=self.learner.device)  # noqa: E731
@@ -148,8 +154,8 @@ class SignalMeasurer:
         return Field(batch.tree, TRAJECTORY, out)
 
     def live(self, batch: Batch, signals: frozenset[Signal]) -> tuple[Batch, dict[Signal, Field]]:
-        """One micro-batch on the device, and its live signals with their gradient. The policy's forward pass is launched before
-        the other columns are copied, so that the GPU does not wait for them."""
+        """One micro-batch on the device, and its live signals with their gradient."""
+        # The policy's pass is launched before the other columns are copied, so that the GPU does not wait for them.
         early = signals & POLICY_SIGNALS and batch.sequences.ids.numel() and self.learner.device.type == "cuda"
         states = self._forward_cache(batch, signals)("policy").states if early else None
         batch = batch.to(self.learner.device)
@@ -179,8 +185,8 @@ class SignalMeasurer:
     def _forward_cache(
         self, batch: Batch, signals: frozenset[Signal], states: packed_forward.PackedStates | None = None
     ) -> ForwardOf:
-        """Run each model at most once over a micro-batch. ``states``: hidden states the policy has computed already. Builds no
-        reference cycle, so the states are freed with the micro-batch and not by the cyclic collector."""
+        """Run each model at most once over a micro-batch. ``states``: hidden states the policy has computed already."""
+        # No reference cycle: the states are freed with the micro-batch, and not by the cyclic collector.
         passes: dict[str, ForwardPass] = {}
         learner, heads = self.learner, self.learner.value_heads
         adapters = bool(learner.settings.lora_rank)
@@ -242,14 +248,6 @@ class SignalMeasurer:
             self._reference = frozen_copy(self.learner.model)
         return self._reference
 
-    def reset_reference(self) -> None:
-        """The present policy becomes the reference; from now on checkpoints hold it."""
-        if self.learner.settings.lora_rank:
-            raise SettingError(
-                "this method replaces its reference policy, and the reference of adapters is the base model; write --lora-rank 0"
-            )
-        self._reference, self._reference_was_reset = frozen_copy(self.learner.model), True
-
     def reference_tensors(self) -> dict[str, Tensor]:
         """The live tensors of the reference, by name."""
         return named("reference", self._reference)
@@ -264,9 +262,8 @@ class SignalMeasurer:
         )
 
     def load(self, under: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix. A reference that was not saved
-        stays as it is."""
-        self._reference = self._restored_copy(under("reference/")) or self._reference
+        """The inverse of ``tensors``. ``under``: returns the saved tensors under a prefix."""
+        self._reference = self._restored_copy(under("reference/")) or self._reference  # not saved: it stays as it is
         self._reference_was_reset = bool(under("reference_reset/"))
         self._previous = self._restored_copy(under("previous/"))
         for signal in AUXILIARY:
