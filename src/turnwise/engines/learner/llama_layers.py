@@ -253,7 +253,7 @@ class LlamaLayers:
     dtype are fused once, in place."""
 
     def __init__(self, decoder: Any) -> None:
-        self._decoder = weakref.ref(decoder)
+        self._decoder: Callable[[], Any] = weakref.ref(decoder)
         config = decoder.config
         attention = decoder.layers[0].self_attn
         self.eps, self.scale, self.size = config.rms_norm_eps, attention.scaling, attention.head_dim
@@ -298,18 +298,13 @@ class LlamaLayers:
         flash = "" if attention_for(self.weights[0], self.size) else ", flash attention of PyTorch"
         return f"Triton kernels{flash}, {graphs}" + rounding
 
-    @property
-    def adapted(self) -> bool:
-        """Whether a pass applies adapters now: none are there, or they are switched off, for the reference policy."""
-        decoder: Any = self._decoder()
-        projections = (decoder.layers[0].self_attn.q_proj, decoder.layers[0].mlp.down_proj)
-        return any(lora.adapter_of(p) is not None for p in projections)
-
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
         """ids and position [L] -> inputs of the LM head [L, d], in the compute dtype; with ``rows``, only theirs. With a
         variable-length layout, ids, positions and layout are on the host."""
         if rows is None and isinstance(layout, VarlenAttention) and not self.recompute and not self.four_bit:
-            kind = (compute_dtype(self.weights[0]), self.adapted)
+            first = self._decoder().layers[0]  # adapters are switched off for the reference policy
+            adapted = any(lora.adapter_of(p) is not None for p in (first.self_attn.q_proj, first.mlp.down_proj))
+            kind = (compute_dtype(self.weights[0]), adapted)
             states = self.captured(self._forward, kind, ids, position, layout)
             if states is not None:
                 return states

@@ -45,7 +45,13 @@ class ValueHeads:
         self.of_actions = heads < 0
         heads = like.shape[0] if self.of_actions else heads
         self.token_heads = _zero_init(nn.Linear(like.shape[1], heads, not self.of_actions)).to(like) if heads else None
-        self.turn_heads = make_turn_heads(like.shape[1]).to(like) if turns else None
+        self.turn_heads: nn.ModuleDict | None = None
+        if turns:  # an MLP for each of Q, V and their second heads: all start at output 0, with different hidden layers
+            inner = lambda: (nn.Linear(like.shape[1], INNER), nn.ReLU(), nn.Linear(INNER, INNER), nn.ReLU())  # noqa: E731
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # the same heads on every machine and in every process
+                heads_of = {str(s): nn.Sequential(*inner(), _zero_init(nn.Linear(INNER, 1))) for s in TURN_CRITIC}
+            self.turn_heads = nn.ModuleDict(heads_of).to(like)
         self.target_trunk = frozen_copy(self.trunk) if turns and self.trunk is not None else None
         self.target_turn_heads = None if self.turn_heads is None else frozen_copy(self.turn_heads)
 
@@ -59,9 +65,9 @@ class ValueHeads:
     def estimates(self, forward: ForwardPass, signals: frozenset[Signal]) -> dict[Signal, Field]:
         """Estimates of the trained critic. ``forward``: the trunk's pass, or the policy's for a shared critic."""
         self._require_heads(signals)
-        # In steps that train critics alone a shared critic does not move the policy.
         out: dict[Signal, Field] = {}
         if self.token_heads is not None and signals & set(TOKEN_VALUES):
+            # in steps that train critics alone, a shared critic does not move the policy
             frozen = self.trunk is None and Column.FREEZE_POLICY in forward.batch.columns
             before = forward.before.detach() if frozen else forward.before
             values = self.token_heads(before.to(self.token_heads.weight.dtype)).unbind(1)
@@ -107,15 +113,6 @@ class ValueHeads:
     def target_tensors(self) -> dict[str, Tensor]:
         modules = (("turns", self.target_turn_heads), ("critic", self.target_trunk))
         return {f"{prefix}/{n}": p for prefix, m in modules if m is not None for n, p in m.named_parameters()}
-
-
-def make_turn_heads(width: int) -> nn.ModuleDict:
-    """An MLP for each of Q, V and their second heads. All start at output 0, with different hidden layers."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the same heads on every machine and in every process
-        inner = lambda: (nn.Linear(width, INNER), nn.ReLU(), nn.Linear(INNER, INNER), nn.ReLU())  # noqa: E731
-        heads = {str(signal): nn.Sequential(*inner(), _zero_init(nn.Linear(INNER, 1))) for signal in TURN_CRITIC}
-        return nn.ModuleDict(heads)
 
 
 def turn_estimates(
