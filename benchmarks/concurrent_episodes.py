@@ -26,8 +26,7 @@ from turnwise.core.records import Completion, Sampling, Stop, Task
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.renderer import Renderer
-from turnwise.training.events import RunEvents
-from turnwise.training.watch import RunWatch
+from turnwise.training.watch import RunEvents, RunWatch
 
 REPLY = "the door is still closed; there is a key on the table and a window to the left"
 KINDS = ("async", "thread")

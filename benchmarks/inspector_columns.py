@@ -23,7 +23,7 @@ import torch
 import turnwise
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
-from turnwise.training import kept_tokens
+from turnwise.training import step_records
 
 WARM_UP = 2
 
@@ -57,8 +57,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     timer, marks = CallTimer(), list[tuple[float, dict[str, float]]]()
-    timer.wrap(kept_tokens, "token_values")
-    timer.wrap(kept_tokens.TokenRecorder, "watch")
+    timer.wrap(step_records, "token_values")
+    timer.wrap(step_records.TokenRecorder, "watch")
     timer.wrap(SqliteLedger, "keep_tokens")
 
     def on_event(event: str, facts: Any) -> None:

@@ -41,12 +41,12 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import Branch, Independent
 from turnwise.tasks.budgets import Fixed
 from turnwise.training import build, engines
-from turnwise.training.cold_start import cold_start
 from turnwise.training.collector import Collector, usable
-from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.events import RunEvents
 from turnwise.training.loop import update_policy
+from turnwise.training.plan import EnvSpec, resolve_settings
 from turnwise.training.task_feed import TaskFeed
+from turnwise.training.trainer import cold_start
+from turnwise.training.watch import RunEvents
 
 STEPS, GROUPS, SIZE = 2, 2, 3
 NEXT = "<!-- Written by `python experiments/experience_pairs.py"  # the part of the page that another script writes

@@ -29,7 +29,7 @@ from turnwise import train
 from turnwise.config.settings import Settings
 from turnwise.core.seeds import stable_seed
 from turnwise.training import build, engines
-from turnwise.training.env_spec import EnvSpec
+from turnwise.training.plan import EnvSpec
 
 POOL, TRIES, AFTER, HELD_OUT = 24, 64, 16, 64
 COLD: dict[str, Any] = {

@@ -34,8 +34,7 @@ import processes  # noqa: E402
 from turnwise.errors import SettingError  # noqa: E402
 from turnwise.maths.statistics import wilson  # noqa: E402
 from turnwise.training import refusals  # noqa: E402
-from turnwise.training.env_spec import resolve_settings  # noqa: E402
-from turnwise.training.plan import RunPlan  # noqa: E402
+from turnwise.training.plan import RunPlan, resolve_settings  # noqa: E402
 
 STEP_METRICS = {"": "seconds", "gather": "seconds/rollout", "learn": "seconds/learn", "publish": "seconds/publish"}
 BUDGET = {

@@ -20,7 +20,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.recipes.experience import piece
 from turnwise.rollout.strategies import GroupRequest
 from turnwise.training import build, engines
-from turnwise.training.env_spec import EnvSpec
+from turnwise.training.plan import EnvSpec
 
 SIZE = 16
 STRATEGIES = (

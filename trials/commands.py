@@ -16,7 +16,7 @@ from pathlib import Path
 from trials.outcome import Outcome
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["turnwise.training.launch", "turnwise.cli.main", "trials.warm"])
+FORKS.set_forkserver_preload(["turnwise.training.trainer", "turnwise.cli.main", "trials.warm"])
 LONGEST_MESSAGE = 1500  # characters of an error: a refusal is a sentence or two, not a page
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from turnwise.cli.main import main
 from turnwise.errors import SettingError
-from turnwise.training.cluster_files import ClusterJob, kubernetes_objects, slurm_script
+from turnwise.training.cluster.job_files import ClusterJob, kubernetes_objects, slurm_script
 
 TRAIN = ["grpo", "--model", "my models/it's", "--steps", "9", "--ranks", "2", "--reward", "regex:pattern=a b$"]
 

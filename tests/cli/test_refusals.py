@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from turnwise.training.env_spec import has_gpu
+from turnwise.training.plan import has_gpu
 
 PROGRAM = """
 import contextlib, importlib.util, io, json, sys

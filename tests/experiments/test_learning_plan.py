@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.training import refusals
-from turnwise.training.env_spec import resolve_settings
-from turnwise.training.plan import RunPlan
+from turnwise.training.plan import RunPlan, resolve_settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 import learning_plan

@@ -20,8 +20,7 @@ from turnwise.models import fetch
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.training import build
-from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan
+from turnwise.training.plan import EnvSpec, RunPlan, resolve_settings
 from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
 
 NAME = "smollm2"

@@ -16,7 +16,7 @@ from turnwise.errors import RecipeError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import Branch, GroupRequest
 from turnwise.training import build, engines
-from turnwise.training.env_spec import EnvSpec
+from turnwise.training.plan import EnvSpec
 
 
 @pytest.fixture(scope="module", params=["keydoor", "lookup"])

@@ -21,8 +21,7 @@ from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import GroupRequest, Hinted
 from turnwise.training import build, engines
-from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan
+from turnwise.training.plan import EnvSpec, RunPlan, resolve_settings
 from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
 
 OFFERED = ("lookup", "keydoor", "calculator")

@@ -14,7 +14,7 @@ from turnwise.core.protocols import Step
 from turnwise.core.records import Sampling, Status, Task
 from turnwise.errors import SettingError
 from turnwise.rollout.episode import Episode, EpisodeLimits
-from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.plan import EnvSpec, resolve_settings
 
 # ------------------------------------------------------------------- history
 

@@ -19,10 +19,9 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent
 from turnwise.rollout.strategies.independent import extremes
 from turnwise.training import build, engines
-from turnwise.training.batch_metrics import describe
-from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan
+from turnwise.training.plan import EnvSpec, RunPlan, resolve_settings
 from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse
+from turnwise.training.step_records import describe
 
 TASK = Task("x", 0)
 

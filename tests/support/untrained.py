@@ -15,7 +15,7 @@ from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import GroupRequest
 from turnwise.training import build, engines
-from turnwise.training.env_spec import EnvSpec
+from turnwise.training.plan import EnvSpec
 
 
 class Untrained:

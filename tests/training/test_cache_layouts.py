@@ -28,7 +28,7 @@ from turnwise.models.tiny import tiny_model
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.store.ledger import SqliteLedger
-from turnwise.training import api, build, engines, memory, remote_generators, serve
+from turnwise.training import api, build, engines, remote_generators, serve
 
 SMALL = {
     "env": "guess", "difficulty": (1,), "steps": 3, "groups": 2, "group_size": 3, "max_tokens": 12, "context": 320,
@@ -52,9 +52,9 @@ def sampler(path: str, layout: str):
     model = tiny_model(len(renderer.tokenizer), 0, hidden=32, layers=2, context=CONTEXT)
     if path == "serve":
         limits = HostLimits(s.slots, CONTEXT, tuple(renderer.stop_ids), True, 1)
-        return engines.make_served_generator(s, model, renderer, limits, memory.sampling_cache(s, model))
+        return engines.make_served_generator(s, model, renderer, limits, engines.sampling_cache(s, model))
     s = replace(s, generator=("local",)) if path == "own process" else s
-    return memory.make_generator(s, recipes.build("grpo"), model, renderer, True, 0, print)
+    return engines.make_generator(s, recipes.build("grpo"), model, renderer, True, 0, print)
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +178,8 @@ def test_no_episode_is_lost_where_pages_are_few(values, long_rows, tmp_path_fact
         made.append(LocalGenerator(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(memory, "TOLD_FROM", 0)
-    monkeypatch.setattr(memory, "cache_room", lambda plan, room: 9 * 64 * COLUMN)
+    monkeypatch.setattr(engines, "TOLD_FROM", 0)
+    monkeypatch.setattr(engines, "cache_room", lambda plan, room: 9 * 64 * COLUMN)
     monkeypatch.setattr(engines, "LocalGenerator", note)
     run, told = trained(tmp_path_factory, "pages", **{**LONG, **values})
     assert "KV cache in 8 pages of 64 ids" in told
@@ -222,14 +222,14 @@ def test_a_server_chooses_by_what_the_weights_leave(layout, dialogues, told, mon
     room = (dialogues * CONTEXT + 64) * COLUMN
     assert abs(memory_left(monkeypatch, s, model, beside + room) - room) < COLUMN
     renderer, limits = Renderer(build.byte_tokenizer()), HostLimits(6, CONTEXT, (), True, 1)
-    served = engines.make_served_generator(s, model, renderer, limits, memory.sampling_cache(s, model))
+    served = engines.make_served_generator(s, model, renderer, limits, engines.sampling_cache(s, model))
     assert told in served.describe()
 
 
 def memory_left(monkeypatch, s, model, usable):
     """The room of a server on a machine of which so many bytes may be used."""
-    monkeypatch.setattr(memory, "device_memory", lambda device: int(usable / memory.USABLE) + 1)
-    return memory.sampling_cache(s, model).room
+    monkeypatch.setattr(engines, "device_memory", lambda device: int(usable / engines.USABLE) + 1)
+    return engines.sampling_cache(s, model).room
 
 
 def test_pages_that_hold_no_dialogue_are_refused_and_no_slower_path_is_taken():

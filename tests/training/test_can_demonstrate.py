@@ -15,7 +15,7 @@ from turnwise.environments.isolated import PROCESSES, IsolatedEnvironment
 from turnwise.errors import SettingError
 from turnwise.rollout.scripted import scripted_messages
 from turnwise.training.build import load_tokenizer
-from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.plan import EnvSpec, resolve_settings
 
 
 class Bare(Environment):

@@ -190,7 +190,7 @@ class TestRuns:
     def test_generators_are_added_while_the_run_goes_on(self, ray, tmp_path):
         from turnwise.store.rundir import RunDir
         from turnwise.training.cluster.driver import ClusterRun
-        from turnwise.training.events import RunEvents
+        from turnwise.training.watch import RunEvents
 
         heard, values = [], {**SMALL, "steps": 1000, "staleness": 1}
 

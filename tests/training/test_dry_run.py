@@ -12,8 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from turnwise.config.settings import Settings
-from turnwise.training.dry_run import STEPS, describe, dry_run, estimate, memory_figures, steady_steps
-from turnwise.training.watch import ChildMemory, descendants, process_bytes
+from turnwise.training.dry_run import (
+    STEPS,
+    ChildMemory,
+    descendants,
+    describe,
+    dry_run,
+    estimate,
+    memory_figures,
+    process_bytes,
+    steady_steps,
+)
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from turnwise.config.settings import Settings
 from turnwise.engines.memory import GIB, MemoryPlan, ModelShape
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model
-from turnwise.training import api, memory
+from turnwise.training import api, engines
 
 SMALL = {
     "method": "grpo", "env": "guess", "reward": ("regex:pattern=[a-h]",), "model": "tiny", "hidden": 64, "layers": 1,
@@ -74,14 +74,14 @@ def test_the_estimate_counts_half_a_byte_for_a_frozen_weight():
     layers, tables, one = (8.03e9 - LLAMA_8B.embeddings) * 0.516, LLAMA_8B.embeddings * 2, 4 * 4096 * 14336 * 2
     assert small == pytest.approx((layers + tables + one) / GIB, rel=0.01)
     with pytest.raises(SettingError, match="--dtype nf4"):
-        memory.fit_memory(Settings(), lora, 12 * GIB)
+        engines.fit_memory(Settings(), lora, 12 * GIB)
 
 
 def test_the_plan_of_a_run_knows_four_bits():
     model = tiny_model(512, 0, hidden=64, layers=2, context=128)
     settings = Settings(device="cpu", context=128, lora_rank=4)
     plain, packed = (
-        memory.memory_plan(replace(settings, dtype=dtype), recipes.build("grpo"), model) for dtype in ("auto", "nf4")
+        engines.memory_plan(replace(settings, dtype=dtype), recipes.build("grpo"), model) for dtype in ("auto", "nf4")
     )
     assert packed.four_bit and not plain.four_bit and packed.total < plain.total
 

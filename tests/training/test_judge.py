@@ -13,7 +13,7 @@ from turnwise.errors import RequestRefused, ServerFault, SettingError
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.verdict_cache import VerdictCache
 from turnwise.rollout.scoring import JudgeScorer
-from turnwise.training.rewards import read_rubric
+from turnwise.training.plan import read_rubric
 
 TASK = Task("test", 1)
 

@@ -14,8 +14,7 @@ from turnwise.config.settings import Settings
 from turnwise.data.dataset import read_dataset
 from turnwise.errors import TurnwiseError
 from turnwise.training import api
-from turnwise.training.env_spec import EnvSpec
-from turnwise.training.plan import DataSources
+from turnwise.training.plan import DataSources, EnvSpec
 
 
 def write(path, rows):

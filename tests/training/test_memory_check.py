@@ -18,8 +18,8 @@ from turnwise.models import loading
 from turnwise.models.facts import stored_parameters
 from turnwise.store.checkpoint import save_model
 from turnwise.store.rundir import RunDir
-from turnwise.training import api, memory
-from turnwise.training.memory import check_memory, parameters_of
+from turnwise.training import api, engines
+from turnwise.training.engines import check_memory, parameters_of
 
 GIB = 1 << 30
 EIGHT_B = {
@@ -32,8 +32,8 @@ PARAMETERS = 8_030_261_248
 def machine(monkeypatch, host, gpu=0):
     """A machine with so many bytes; with a GPU if ``gpu`` is given."""
     device = torch.device("cuda" if gpu else "cpu")
-    monkeypatch.setattr(memory, "device_memory", lambda asked: gpu if asked.type == "cuda" else host)
-    monkeypatch.setattr(memory.engines, "select_device", lambda settings: device)
+    monkeypatch.setattr(engines, "device_memory", lambda asked: gpu if asked.type == "cuda" else host)
+    monkeypatch.setattr(engines, "select_device", lambda settings: device)
 
 
 def model_folder(folder, shape=(PARAMETERS,)):
@@ -54,7 +54,7 @@ def test_the_files_of_a_model_say_more_than_its_configuration(tmp_path, monkeypa
     folder = model_folder(tmp_path / "m", (60_000_000,))
     assert stored_parameters(folder) == 60_000_000
     assert stored_parameters("someone/unknown-8B") == 0, "a name is no measurement"
-    monkeypatch.setattr(memory, "parameters_of", lambda config: pytest.fail("the header says it"))
+    monkeypatch.setattr(engines, "parameters_of", lambda config: pytest.fail("the header says it"))
     machine(monkeypatch, host=24 * GIB)
     check_memory(Settings(model=folder, context=128, eval_tasks=0), recipes.build("grpo"), LlamaConfig(**EIGHT_B))
 
@@ -84,23 +84,23 @@ def test_the_learner_of_a_cluster_is_checked_without_the_generators_that_are_els
     far = Settings(model=model, cluster="10.0.0.5:6379,generators=4,gpus=1", dtype="bfloat16", micro_batch_tokens=4096)
     with pytest.raises(SettingError, match=r"this model does not fit: .* the device has 24\.0"):
         check_memory(far, grpo, LlamaConfig(**EIGHT_B))
-    assert memory.memory_plan(far, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
+    assert engines.memory_plan(far, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
     served = Settings(model=model, generator=("http://127.0.0.1:1",), dtype="bfloat16", micro_batch_tokens=4096)
-    assert memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
+    assert engines.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 0
     assert (
-        memory.cache_room(memory.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)), 0) == 0
+        engines.cache_room(engines.memory_plan(served, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)), 0) == 0
     )
     machine(monkeypatch, host=200 * GIB)
     check_memory(Settings(model=model, cluster="10.0.0.5:6379,generators=4", context=512), grpo, LlamaConfig(**EIGHT_B))
     near = Settings(model=model, cluster="local,generators=4", context=512)
-    assert memory.memory_plan(near, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 4
+    assert engines.memory_plan(near, grpo, ModelShape.of(LlamaConfig(**EIGHT_B), PARAMETERS)).samplers == 4
     with pytest.raises(SettingError, match=r"generator's weights 119\.7"):
         check_memory(near, grpo, LlamaConfig(**EIGHT_B))
 
 
 def test_a_cluster_without_gpus_learns_on_the_cpu_of_a_machine_that_has_one(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "device_memory", lambda asked: (24 if asked.type == "cuda" else 500) * GIB)
+    monkeypatch.setattr(engines, "device_memory", lambda asked: (24 if asked.type == "cuda" else 500) * GIB)
     settings = Settings(model=model_folder(tmp_path / "m"), cluster="10.0.0.5:6379", context=512)
     check_memory(settings, recipes.build("grpo"), LlamaConfig(**EIGHT_B))
 
@@ -109,7 +109,7 @@ def small_model(folder):
     from turnwise.environments.builtin.guess import Guess
     from turnwise.models.tiny import tiny_model
     from turnwise.training import build
-    from turnwise.training.env_spec import EnvSpec
+    from turnwise.training.plan import EnvSpec
 
     settings = Settings(env="guess", vocabulary=320)
     tokenizer = build.load_tokenizer(settings, EnvSpec.from_settings(settings, Guess, None))
@@ -126,8 +126,8 @@ def test_a_resumed_run_is_refused_before_it_loads_or_records_anything(tmp_path, 
     if started:
         (tmp_path / "model").rename(run_dir.path / "initial")
     before = run_dir.settings.read_bytes()
-    monkeypatch.setattr(memory, "TOLD_FROM", 1)
-    monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 16)
+    monkeypatch.setattr(engines, "TOLD_FROM", 1)
+    monkeypatch.setattr(engines, "device_memory", lambda device: 1 << 16)
     monkeypatch.setattr(loading, "load_causal_lm", lambda source: pytest.fail("the model was loaded"))
     with pytest.raises(SettingError, match="this model does not fit"):
         api.resume(run_dir.path, quiet=True, steps=4)
@@ -159,8 +159,8 @@ def test_a_run_whose_model_moved_before_it_began_says_where_it_looked(tmp_path):
 
 def test_a_run_is_refused_before_it_loads_or_writes_anything(tmp_path, monkeypatch):
     folder = small_model(tmp_path / "model")
-    monkeypatch.setattr(memory, "TOLD_FROM", 1)
-    monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 16)
+    monkeypatch.setattr(engines, "TOLD_FROM", 1)
+    monkeypatch.setattr(engines, "device_memory", lambda device: 1 << 16)
     monkeypatch.setattr(loading, "load_causal_lm", lambda source: pytest.fail("the model was loaded"))
     with pytest.raises(SettingError, match="this model does not fit"):
         api.train(env="guess", model=folder, out=str(tmp_path / "runs"), quiet=True, device="cpu")

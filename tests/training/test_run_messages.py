@@ -11,7 +11,7 @@ from turnwise.core.records import Group, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault
 from turnwise.observe.trackers import read_rows
 from turnwise.training.api import train
-from turnwise.training.batch_metrics import describe
+from turnwise.training.step_records import describe
 
 SMALL = {
     "method": "grpo", "hidden": 32, "layers": 1, "vocabulary": 300, "cold_steps": 2, "cold_batch": 8, "steps": 3, "groups": 2,

@@ -22,8 +22,8 @@ from turnwise.environments.builtin.lookup import Lookup
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rollout.chat_session import NO_REPLY, as_sent, read_text
 from turnwise.rollout.parsers.table import SYNTAXES
-from turnwise.training.env_spec import EnvSpec, resolve_settings
 from turnwise.training.evaluation import ServedPolicy, evaluate_policy, evaluate_served
+from turnwise.training.plan import EnvSpec, resolve_settings
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -17,7 +17,7 @@ from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
 from turnwise.training import remote_generators, serve
-from turnwise.training.env_spec import resolve_settings
+from turnwise.training.plan import resolve_settings
 from turnwise.training.remote_generators import OF_TINY, check_generators, make_replicas
 
 

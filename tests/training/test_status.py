@@ -15,15 +15,13 @@ import pytest
 from turnwise.cli.main import main
 from turnwise.store.lock import ProcessLock, lock_holder
 from turnwise.store.rundir import RunDir
-from turnwise.training.events import RunEvents
-from turnwise.training.status import read_state, write_status
-from turnwise.training.watch import watched
+from turnwise.training.watch import RunEvents, read_state, watched, write_status
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from turnwise.store.lock import ProcessLock
-from turnwise.training.events import RunEvents
+from turnwise.training.watch import RunEvents
 from turnwise.training.watch import watched
 
 run = Path(sys.argv[1])

@@ -12,7 +12,7 @@ from turnwise.config.settings import Settings
 from turnwise.environments import load
 from turnwise.errors import SettingError
 from turnwise.models.facts import ModelFacts, read_model_facts
-from turnwise.training.env_spec import resolve_settings, suggest
+from turnwise.training.plan import resolve_settings, suggest
 
 LOOKUP = load("lookup")
 SMOLLM2 = ModelFacts(134_515_008, 2048)

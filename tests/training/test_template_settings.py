@@ -15,10 +15,9 @@ from turnwise.errors import SettingError
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.parsers.table import SYNTAXES
 from turnwise.training import build
-from turnwise.training.cold_start import demonstrations
-from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.plan import RunPlan
+from turnwise.training.plan import EnvSpec, RunPlan, resolve_settings
 from turnwise.training.refusals import AT_ONCE, refuse
+from turnwise.training.trainer import demonstrations
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.paying import Paying
 from turnwise.core.protocols import Step
 from turnwise.environments.base import user_message
 from turnwise.training import build
-from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.plan import EnvSpec, resolve_settings
 
 
 class Counted(Paying):

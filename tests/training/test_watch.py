@@ -18,15 +18,14 @@ from safetensors.torch import load_file
 
 from turnwise.environments.calls import call_environment, call_here
 from turnwise.environments.isolated import moved
-from turnwise.training import api, launch, watch
-from turnwise.training.events import RunEvents
-from turnwise.training.status import read_status, write_status
+from turnwise.training import api, trainer, watch
 from turnwise.training.watch import (
     Activity,
     GeneratorFacts,
     GroupFacts,
     OutsideCalls,
     RankFacts,
+    RunEvents,
     RunMoment,
     RunningCall,
     RunParts,
@@ -35,8 +34,10 @@ from turnwise.training.watch import (
     culprit,
     outside_calls,
     process_state,
+    read_status,
     suspects,
     watched,
+    write_status,
 )
 
 SMALL = {
@@ -343,7 +344,7 @@ def test_parts_that_do_not_exist_yet_report_nothing():
 def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "PERIOD", 0.002)  # looks as often as it can
     api.train(**SMALL, out=str(tmp_path), name="watched", quiet=True)
-    monkeypatch.setattr(launch, "watched", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(trainer, "watched", lambda *_: contextlib.nullcontext())
     api.train(**SMALL, out=str(tmp_path), name="alone", quiet=True)
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("watched", "alone"))
     assert all((one[name] == other[name]).all() for name in one)

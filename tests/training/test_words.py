@@ -9,15 +9,22 @@ from turnwise.config.convert import convert
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
 from turnwise.observe.trackers import MessageLog
-from turnwise.training.events import RunEvents, silent
 from turnwise.training.remote_generators import make_replicas
-from turnwise.training.status import component_row
-from turnwise.training.watch import STALL_SECONDS, RunMoment, RunWatch, ServerFacts, component_states
+from turnwise.training.watch import (
+    STALL_SECONDS,
+    RunEvents,
+    RunMoment,
+    RunWatch,
+    ServerFacts,
+    component_row,
+    component_states,
+    silent,
+)
 
 
 def test_the_seconds_of_stages_add_up(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("turnwise.training.events.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("turnwise.training.watch.time.perf_counter", lambda: now[0])
     events = RunEvents()
     with events.stage("prepare"):
         now[0] += 5.0

@@ -80,7 +80,7 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     if saved := summary.get("checkpoints"):
         out.print(f"{saved['written']} checkpoints of {saved['seconds_each']:.2f} s each", markup=False)
     if "exactness" in summary:
-        from turnwise.training.certificate import certificate_lines  # late: only runs of agents need the ledger
+        from turnwise.training.agents import certificate_lines  # late: only runs of agents need the ledger
 
         out.print("exactness of the agent's calls:")
         for line in certificate_lines(summary["exactness"]):
@@ -92,7 +92,17 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         f"curves: {run / 'curves.png'}   model: {run / 'model'}   run directory: {run}", soft_wrap=True, markup=False
     )
     out.print("\nNext:")
-    for command in next_commands(summary):
+    method, env = summary["method"], summary["environment"]
+    other = next(name for name in SUGGESTED_METHODS if name != method)
+    harder = "--difficulty 3" if env == "calculator" else "--split train"
+    again = f"turnwise train {other} --env {env} --seed {summary['seed'] + 1}"
+    if env == "prompts":  # rows and rewards are in the run's own settings
+        again = f"turnwise config {summary['run']} > run.yaml; turnwise train --config run.yaml --name NEW"
+    for command in [
+        f"turnwise eval {summary['run']} --eval-samples 4 {harder}",
+        f"turnwise diff {method} {other}",
+        again,
+    ]:
         out.print(f"  {command}", soft_wrap=True, markup=False)
 
 
@@ -100,16 +110,6 @@ def held_out_line(before: Mapping[str, float], after: Mapping[str, float]) -> st
     """How likely the model finds the answers of a file that it was not trained on."""
     logp = f"{before['logp']:.3f} → {after['logp']:.3f} log-probability a token"
     return f"{after['groups']:.0f} held-out groups of the file: {logp} of the answers to learn"
-
-
-def next_commands(summary: Mapping[str, Any]) -> list[str]:
-    method, env = summary["method"], summary["environment"]
-    other = next(name for name in SUGGESTED_METHODS if name != method)
-    harder = "--difficulty 3" if env == "calculator" else "--split train"
-    again = f"turnwise train {other} --env {env} --seed {summary['seed'] + 1}"
-    if env == "prompts":  # rows and rewards are in the run's own settings
-        again = f"turnwise config {summary['run']} > run.yaml; turnwise train --config run.yaml --name NEW"
-    return [f"turnwise eval {summary['run']} --eval-samples 4 {harder}", f"turnwise diff {method} {other}", again]
 
 
 def show_evaluation(evaluation: Mapping[str, Any]) -> None:

@@ -192,7 +192,7 @@ def status(argv: Sequence[str]) -> int:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("--watch", action="store_true", help="look again every two seconds, until the run has ended")
     namespace = parser.parse(argv)
-    from turnwise.training.status import newest_messages, read_state, status_text
+    from turnwise.training.watch import newest_messages, read_state, status_text
 
     while True:
         state = read_state(namespace.run)

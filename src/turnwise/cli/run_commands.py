@@ -106,26 +106,29 @@ def config(argv: Sequence[str]) -> int:
     about = "Print the effective settings as a config file: of a run directory, or of a method with flags and --config."
     run = read_run_flags("config", about, argv)
     from turnwise.config.files import render_config
-    from turnwise.training.env_spec import resolve_settings
+    from turnwise.training.plan import resolve_settings
 
     settings = resolve_settings(run.values)
     if run.namespace.json:
         print_json(settings.as_dict())
     else:
-        print(render_config(settings, _origins(settings, run), "where a value comes from stands in brackets"), end="")
+        # where each value comes from: default, environment, what the method decides where a setting leaves it open,
+        # file or flag
+        from turnwise.training.plan import make_recipe, suggestions
+
+        recipe = make_recipe(settings)
+        decided: dict[str, Any] = {"groups": recipe.budget.groups, "group_size": recipe.budget.size}
+        decided |= {"dtype": recipe.precision.learner, "rollout_dtype": recipe.precision.rollouts}
+        origins = {s.name: s.reason for s in suggestions(run.values)}
+        print(
+            render_config(
+                settings,
+                {**origins, **{name: f"method: {value}" for name, value in decided.items() if value}, **run.origins},
+                "where a value comes from stands in brackets",
+            ),
+            end="",
+        )
     return 0
-
-
-def _origins(settings: Settings, run: RunFlags) -> Mapping[str, str]:
-    """Where each value comes from: default, environment, what the method decides where a setting leaves it open, file or flag."""
-    from turnwise.training.env_spec import suggestions
-    from turnwise.training.plan import make_recipe
-
-    recipe = make_recipe(settings)
-    decided: dict[str, Any] = {"groups": recipe.budget.groups, "group_size": recipe.budget.size}
-    decided |= {"dtype": recipe.precision.learner, "rollout_dtype": recipe.precision.rollouts}
-    origins = {s.name: s.reason for s in suggestions(run.values)}
-    return {**origins, **{name: f"method: {value}" for name, value in decided.items() if value}, **run.origins}
 
 
 def _config_of_run(argv: Sequence[str]) -> int:

@@ -39,8 +39,7 @@ def endpoint(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long a session may stay open [3600]")
     namespace = parser.parse(argv)
-    from turnwise.training.agents import TOKEN_VARIABLE
-    from turnwise.training.certificate import certificate_lines
+    from turnwise.training.agents import TOKEN_VARIABLE, certificate_lines
     from turnwise.training.serve import serve_run
 
     tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
@@ -96,7 +95,7 @@ def launch(argv: Sequence[str]) -> int:
         parser.parse(argv)
     if argv[0] not in KINDS:
         raise SettingError(f"no kind of cluster {argv[0]!r}; {nearest(argv[0], KINDS)}")
-    from turnwise.training.cluster_files import NOT_RUN, ClusterJob, kubernetes_file, slurm_script
+    from turnwise.training.cluster.job_files import NOT_RUN, ClusterJob, kubernetes_file, slurm_script
 
     own, train = _split(argv[1:])
     run = read_run_flags(f"launch {argv[0]}", LAUNCH_ABOUT, train if own is not None else argv[1:], _own_flags, json="")

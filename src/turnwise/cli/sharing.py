@@ -19,7 +19,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
-from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.plan import EnvSpec, resolve_settings
 
 DEMONSTRATIONS = 4  # imperfect episodes per oracle episode: the worst of them is the rejected side of a pair
 CONCURRENT_TASKS = 16
@@ -74,7 +74,12 @@ def push(run: str, name: str, part: str = "auto", private: bool = False, dry_run
         raise SettingError(f"{run} is not finished, so there is nothing to push; write: turnwise resume {run}")
     if name.count("/") != 1 or not all(name.split("/")):
         raise SettingError(f"{name!r} is not the name of a repository; write owner/name")
-    folder = _folder(run_dir, part)
+    if part not in PARTS:
+        raise SettingError(f"no part {part!r} of a run to push; write {', '.join(PARTS)}")
+    adapter = run_dir.adapter
+    if part == "adapter" and not adapter.is_dir():
+        raise SettingError(f"{run_dir.path} has no adapter: it trained all weights; write --part model")
+    folder = adapter if part == "adapter" or (part == "auto" and adapter.is_dir()) else run_dir.model
     from turnwise.store.checkpoint import verify_model  # late: imports torch
     from turnwise.training.summary import write_cards
 
@@ -84,26 +89,14 @@ def push(run: str, name: str, part: str = "auto", private: bool = False, dry_run
     card = folder / "README.md"  # says how to load the model: from where it is pushed to
     card.write_text(card.read_text(encoding="utf-8").replace("FOLDER_OR_ID", name), encoding="utf-8")
     if dry_run:
-        return _copy(folder, Path(dry_run))
+        target = Path(dry_run)
+        if target.exists():
+            raise StoreError(f"{target} already exists and will not be overwritten; choose another folder")
+        from turnwise.store.checkpoint import MANIFEST
+
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(MANIFEST))
+        return str(target)
     return _upload(folder, name, private)
-
-
-def _folder(run_dir: RunDir, part: str) -> Path:
-    if part not in PARTS:
-        raise SettingError(f"no part {part!r} of a run to push; write {', '.join(PARTS)}")
-    adapter = run_dir.adapter
-    if part == "adapter" and not adapter.is_dir():
-        raise SettingError(f"{run_dir.path} has no adapter: it trained all weights; write --part model")
-    return adapter if part == "adapter" or (part == "auto" and adapter.is_dir()) else run_dir.model
-
-
-def _copy(folder: Path, target: Path) -> str:
-    if target.exists():
-        raise StoreError(f"{target} already exists and will not be overwritten; choose another folder")
-    from turnwise.store.checkpoint import MANIFEST
-
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns(MANIFEST))
-    return str(target)
 
 
 def _upload(folder: Path, name: str, private: bool) -> str:

@@ -68,7 +68,14 @@ def _convert(value: Any, kind: Any) -> Any:
     if origin is typing.Literal and value not in args:
         raise TypeError
     if origin is tuple:
-        parts = _split(value) if isinstance(value, str) else value if isinstance(value, list | tuple) else (value,)
+        # parts between commas; a comma after a backslash belongs to its part
+        parts = (
+            [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", value)]
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list | tuple)
+            else (value,)
+        )
         return tuple(_convert(p.strip() if isinstance(p, str) else p, args[0]) for p in parts if p != "")
     if origin is dict or kind is dict:
         return _pairs(value) if isinstance(value, str) else dict(value)
@@ -109,11 +116,6 @@ def _literal(text: str) -> Any:
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError:
         return text
-
-
-def _split(text: str) -> list[str]:
-    """Parts between commas; a comma after a backslash belongs to its part."""
-    return [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", text)]
 
 
 def _first(value: Any, kinds: tuple[Any, ...]) -> Any:

@@ -13,9 +13,11 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.config.named_object import GIVEN_OBJECT, importable_name, load_object
@@ -23,21 +25,32 @@ from turnwise.config.settings import Settings
 from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Origin, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
+from turnwise.core.text import printable_line
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
-from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome
+from turnwise.rollout.agent_episode import DIFFERENCE, AgentEpisode, AgentOutcome
 from turnwise.rollout.agent_task import AgentTask, FunctionAgent, open_task
 from turnwise.rollout.episode import EpisodeLimits
+from turnwise.rollout.lineage import (
+    COMPACTION,
+    CONTINUED,
+    OPENING,
+    REWRITTEN,
+    SAME_TOKENS,
+    SUB_AGENT,
+    TEMPLATE,
+    THINKING,
+)
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, next_action, scripted_policy
 from turnwise.rollout.strategies import EpisodeRunner
 from turnwise.serve.server import EndpointHost, listen_on, read_address, require_packages
 from turnwise.store.database import EpisodeFacts
-from turnwise.training.certificate import certificate, certificate_lines
+from turnwise.store.ledger import SqliteLedger
 from turnwise.workers.sockets import allow_many_files
 
 if TYPE_CHECKING:
-    from turnwise.training.env_spec import EnvSpec
+    from turnwise.training.plan import EnvSpec
 
 DEMONSTRATION = 120.0  # seconds that a demonstration may take
 EXTERNAL = "external"  # the name of agents that live elsewhere
@@ -225,7 +238,7 @@ class AgentReport:
 def try_agent(values: Mapping[str, Any], episodes: int = 8) -> AgentReport:
     """Play ``episodes`` episodes with each policy: one that knows the answer, and one that talks nonsense."""
     from turnwise.training import build  # late: imports torch
-    from turnwise.training.env_spec import EnvSpec, resolve_settings  # late: it loads agents by this module
+    from turnwise.training.plan import EnvSpec, resolve_settings  # late: it loads agents by this module
 
     settings = resolve_settings(values)
     if not settings.agent:
@@ -295,3 +308,81 @@ def _report(played: Mapping[str, list[Trajectory]], twice: list[Trajectory], fir
     rows = [EpisodeFacts(t.status, t.reason, t.sampled, True, t.facts) for t in played[first]]
     tried += certificate_lines(certificate(rows))[:-1]
     return AgentReport(tuple(tried), tuple(problems))
+
+
+# ----------------------------------------------------- the exactness certificate
+
+
+RESTARTS = (SUB_AGENT, COMPACTION, REWRITTEN, THINKING, TEMPLATE)
+WORDS = {
+    SUB_AGENT: "another first message, as of a sub-agent",
+    COMPACTION: "the history was replaced or dropped",
+    REWRITTEN: "an assistant message that was not sampled there",
+    THINKING: "the chat template leaves earlier thinking out",
+    TEMPLATE: "the chat template writes the history differently",
+}
+
+
+def run_certificate(settings: Settings, ledger: Path) -> dict[str, Any]:
+    """The entry of a summary; empty for runs without an agent."""
+    if not settings.agent:
+        return {}
+    with SqliteLedger(ledger, readonly=True) as recorded:
+        return {"exactness": certificate(recorded.episode_facts())}
+
+
+def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
+    """The certificate of these episodes."""
+    causes: Counter[str] = Counter()
+    unfinished: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    totals: Counter[str] = Counter()
+    for episode in episodes:
+        known = (OPENING, *SAME_TOKENS, *RESTARTS)
+        causes.update({c: int(episode.facts.get(f"agent/{c}", 0)) for c in known})
+        totals["retries"] += int(episode.facts.get("agent/retries", 0))
+        totals["episodes"] += 1
+        totals["sampled"] += episode.sampled
+        totals["trained"] += episode.sampled if episode.trained else 0
+        if episode.status == Status.FAILED:
+            unfinished[episode.reason or "no reason"] += 1
+        for cause in RESTARTS:
+            if f"{DIFFERENCE}{cause}" in episode.facts:
+                first.setdefault(cause, str(episode.facts[f"{DIFFERENCE}{cause}"]))
+    follow_ups = causes.total() - causes[OPENING]
+    exact = sum(causes[cause] for cause in SAME_TOKENS)
+    return {
+        "episodes": totals["episodes"],
+        "calls": causes.total(),
+        "first_calls": causes[OPENING],
+        "continued": exact,
+        "continued_share": exact / follow_ups if follow_ups else 1.0,
+        "behind_earlier_turns": exact - causes[CONTINUED],
+        "restarts": {c: {"count": causes[c], "first_difference": first.get(c, "")} for c in RESTARTS if causes[c]},
+        "retries": totals["retries"],
+        "unfinished": {"count": unfinished.total(), "reasons": dict(unfinished.most_common(5))},
+        "tokens_sampled": totals["sampled"],
+        "tokens_trained": totals["trained"],
+        "trained_share": totals["trained"] / totals["sampled"] if totals["sampled"] else 1.0,
+    }
+
+
+def certificate_lines(found: Mapping[str, Any]) -> list[str]:
+    """A certificate in words, one fact a line."""
+    follow_ups = found["calls"] - found["first_calls"]
+    lines = [
+        f"{found['calls']:,} calls in {found['episodes']:,} episodes; {found['continued']:,} of {follow_ups:,} later calls "
+        f"({found['continued_share']:.1%}) continued token for token"
+        + (f", {found['behind_earlier_turns']:,} of them behind an earlier turn" * bool(found["behind_earlier_turns"]))
+    ]
+    for cause, restart in found["restarts"].items():
+        shown = f"; the first {restart['first_difference']}" if restart["first_difference"] else ""
+        lines.append(f"restarts, {cause}: {restart['count']:,} ({WORDS[cause]}){shown}")
+    unfinished, reasons = found["unfinished"]["count"], found["unfinished"]["reasons"]
+    why = f" ({next(iter(reasons))})" if reasons else ""
+    lines.append(f"retried calls: {found['retries']:,}; unfinished sessions: {unfinished:,}{why}")
+    lines.append(
+        f"tokens trained over tokens sampled: {found['tokens_trained']:,} / {found['tokens_sampled']:,} "
+        f"({found['trained_share']:.1%})"
+    )
+    return [printable_line(line) for line in lines]

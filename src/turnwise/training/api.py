@@ -16,11 +16,11 @@ from turnwise.engines.sharded.torchrun import torchrun_rank
 from turnwise.errors import SettingError
 from turnwise.store.rundir import RunDir
 from turnwise.training import dry_run as dry_running
-from turnwise.training.events import silent
 from turnwise.training.interrupt import Result, StopSignals, in_event_loop
 from turnwise.training.plan import GivenObjects, RunPlan, name_rewards
 from turnwise.training.refusals import AT_ONCE, RESUMED, WITH_RECIPE, refuse
 from turnwise.training.resume import changed_settings, extend
+from turnwise.training.watch import silent
 
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
@@ -76,7 +76,7 @@ def train(
     plan = RunPlan.from_caller(settings, config, recipe, tokenizer)
     refuse(plan, (*AT_ONCE, *WITH_RECIPE))
     with _listener(listen, quiet) as shown:
-        return _run(lambda stop: _launch().start_run(plan, shown, stop))
+        return _run(lambda stop: _trainer().start_run(plan, shown, stop))
 
 
 @_one_of_torchrun
@@ -106,12 +106,12 @@ def resume(
     if changes or not run_dir.summary.is_file():
         plan = RunPlan(new, own, given)
         refuse(plan, RESUMED)
-        _launch().check_resumed(run_dir, plan)
+        _trainer().check_resumed(run_dir, plan)
     message = ""
     if changes:
         settings, message = extend(run_dir, settings, changes)
     with _listener(listen, quiet) as shown:
-        return _run(lambda stop: _launch().continue_run(run_dir, settings, own, given, shown, stop, message))
+        return _run(lambda stop: _trainer().continue_run(run_dir, settings, own, given, shown, stop, message))
 
 
 def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------- helpers
 
 
-def _launch() -> Any:
+def _trainer() -> Any:
     """The module that imports the engines, late."""
-    from turnwise.training import launch
+    from turnwise.training import trainer
 
-    return launch
+    return trainer
 
 
 def _run(work: Callable[[StopSignals], Result]) -> Result:

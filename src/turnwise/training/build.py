@@ -31,8 +31,8 @@ from turnwise.rollout.guidance.support import SupportResolver
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
 from turnwise.training.agents import agent_play
-from turnwise.training.env_spec import EnvSpec
 from turnwise.training.interrupt import run_async
+from turnwise.training.plan import EnvSpec
 
 transformers_logging.disable_progress_bar()  # our own progress display is enough
 SeatPlan = Callable[[str, Task, Any, Session], OtherSeats]  # of key, task, environment and the policy's session

@@ -11,20 +11,72 @@ import resource
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
 from turnwise.engines.sharded.torchrun import torchrun_rank
-from turnwise.training.watch import ChildMemory
 
 SETS = ("steps", "eval_tasks", "eval_every", "trackers", "staleness", "checkpoint_every")
 STEPS = 3  # of a synchronous run: the first warms up and is not counted
 MAX_STEPS = 33  # whatever the staleness
 EVAL_TASKS = 128  # tasks are played side by side: fewer would take nearly as long as these
 GIB = 1 << 30
+
+
+def descendants(root: int, proc: Path = Path("/proc")) -> list[int]:
+    """The processes below ``root``, at any depth. None where the system has no ``/proc``."""
+    children: dict[int, list[int]] = {}
+    for folder in proc.glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])  # a name may hold blanks
+        except (OSError, IndexError, ValueError):
+            continue  # it has just ended
+        children.setdefault(parent, []).append(int(folder.name))
+    below, left = list[int](), [root]
+    while left:
+        nearest = children.get(left.pop(), [])
+        below += nearest
+        left += nearest
+    return below
+
+
+def process_bytes(process: int, proc: Path = Path("/proc")) -> int:
+    """What one process takes: pages that several share are divided among them."""
+    try:
+        lines = (proc / str(process) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+class ChildMemory:
+    """While entered, looks at the processes below this one: its own generator, ranks of the learner, tools. ``peak`` is the most
+    that they took together, in bytes."""
+
+    def __init__(self, interval: float = 0.25) -> None:
+        self.interval, self.peak = interval, 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="child memory")
+
+    def __enter__(self) -> ChildMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.interval):
+            self.peak = max(self.peak, sum(process_bytes(process) for process in descendants(os.getpid())))
 
 
 @dataclass
@@ -70,15 +122,12 @@ def _shared_folder(out: str) -> str | None:
     return out
 
 
-def steady_steps(seconds: Sequence[float], ahead: int) -> Sequence[float]:
-    """The steps of which the rest of a run consists: without those on the first wave, and without the last."""
-    middle = seconds[ahead + 1 : 2 * (ahead + 1)] if ahead else seconds[1:]
-    return middle or seconds[1:] or seconds or [0.0]
-
-
 def estimate(asked: Settings, summary: Mapping[str, Any], steps: Sequence[float], tasks: int) -> dict[str, float]:
     """Seconds of one step, of all evaluations and of the whole run: the steps taken, and as many more as were asked for."""
-    each = statistics.mean(steady_steps(steps, asked.staleness.limit))
+    # the steps of which the rest of a run consists: without those on the first wave, and without the last
+    ahead = asked.staleness.limit
+    middle = steps[ahead + 1 : 2 * (ahead + 1)] if ahead else steps[1:]
+    each = statistics.mean(middle or steps[1:] or steps or [0.0])
     stages = summary.get("seconds", {})
     during = len(range(asked.eval_every, asked.steps, asked.eval_every)) if asked.eval_every else 0
     evaluations = sum(stages.get(f"evaluate {when}", 0.0) for when in ("before", "after")) * (1 + during / 2)

@@ -29,11 +29,11 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
 from turnwise.store.atomic import write_json
 from turnwise.store.rundir import RunDir
-from turnwise.training.env_spec import EnvSpec, resolve_settings
-from turnwise.training.events import silent
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
+from turnwise.training.plan import EnvSpec, resolve_settings
 from turnwise.training.refusals import check_device, check_model_name
 from turnwise.training.rewards import CACHE, Decode, chained, check_reachable, open_judge, open_scorer
+from turnwise.training.watch import silent
 
 SPLITS = ("held_out", "train")
 SHARED = ("env", "difficulty", "seed", "eval_tasks", "eval_samples", "eval_temperature", "max_turns", "env_seconds")
@@ -179,7 +179,7 @@ def _scripted(env_spec: EnvSpec, player: str, split: str, listen: Listener) -> E
 
 def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None, listen: Listener) -> Evaluation:
     from turnwise.training import build, engines
-    from turnwise.training.memory import sampling_cache
+    from turnwise.training.engines import sampling_cache
 
     s = env_spec.settings
     tokenizer = build.load_tokenizer(s, env_spec, folder)

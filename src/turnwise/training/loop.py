@@ -29,9 +29,8 @@ from turnwise.credit.metrics import measure_credit
 from turnwise.data.mixing import GroupSource, Mixture, mixed_in
 from turnwise.errors import GeneratorLost
 from turnwise.recipes.recipe import Recipe
-from turnwise.training.batch_metrics import describe
 from turnwise.training.interrupt import in_background
-from turnwise.training.kept_tokens import TokenRecorder
+from turnwise.training.step_records import TokenRecorder, describe
 
 LOST_SECONDS = 9.0  # of work since the last checkpoint; writing one comes on top
 COST_SHARE = 0.05  # of the time since the last checkpoint that writing one may take

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from turnwise.config.named_object import GIVEN_OBJECT, importable_name
 from turnwise.config.settings import Settings
 from turnwise.config.values import ModelName
 from turnwise.core.protocols import Generator, LedgerProtocol
-from turnwise.core.records import Group, Sampling, Trajectory
+from turnwise.core.records import Group, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.signals import Signal
 from turnwise.data.augment import with_directions, with_revisions
@@ -32,20 +34,363 @@ from turnwise.data.files import LineErrors, digest
 from turnwise.data.ledger_reader import trajectory_reader
 from turnwise.data.mixing import Mixture
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler
+from turnwise.data.prompts import PromptFile, PromptRow, read_prompts, split_rows
 from turnwise.data.replay import FreshActions, ReplaySources
 from turnwise.data.resampling import TurnResampler
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
+from turnwise.environments import prompts
 from turnwise.environments.base import overrides
-from turnwise.errors import SettingError
+from turnwise.environments.contract import turn_limit
+from turnwise.environments.isolated import PROCESSES, HostPool, IsolatedEnvironment
+from turnwise.errors import SettingError, nearest
+from turnwise.models.facts import ModelFacts, read_model_facts
+from turnwise.rewards.judge import DEFAULT_RUBRIC
+from turnwise.rewards.spec import parse_rewards
+from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
 from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.store.shared_pool import SharedPool
 from turnwise.tasks.task_source import TaskList, TaskStream
-from turnwise.training.agents import name_agent
-from turnwise.training.env_spec import EnvSpec, PromptData, chosen_for_model, prompt_data, resolve_settings
-from turnwise.training.rewards import with_rubric_text
+from turnwise.training.agents import Agent, load_agent, name_agent
 
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
+
+SUGGESTED = (
+    "difficulty", "max_tokens", "max_turns", "context", "history", "vocabulary", "hidden", "layers", "copying",
+    "cold_steps", "cold_batch", "cold_demos", "cold_lr",
+)  # fmt: skip
+TINY_MODEL_ONLY = ("vocabulary", "hidden", "layers", "copying", "cold_steps", "cold_batch", "cold_demos", "cold_lr")
+SMALL_MODELS_ONLY = ("max_tokens", "context")
+SMALL_MODEL = 20_000_000  # parameters; below, a model is treated like the tiny one, of which it may be a trained copy
+LEARNING_RATES = (  # parameters below this number, and the rate. 1e-5 and 2e-5 trained 135 M parameters on four tasks
+    (100e6, 5e-5),
+    (1e9, 1e-5),
+    (10e9, 2e-6),
+    (float("inf"), 1e-6),
+)
+LORA_FACTOR = 10  # adapters start at zero and are few: they take a ten times higher rate
+ONE_ANSWER, ONE_OF_MANY = 512, 128  # tokens of an only turn, which holds all reasoning, and of one turn of several
+PROMPT, REPLY = 256, 64  # tokens to expect of a first prompt and of an environment's reply
+MAX_CONTEXT = 4096
+LARGE = 50_000_000  # parameters from which a micro-batch on a CPU is made smaller
+SECOND_STREAM = 1_000_003  # added to the seed: tokenizer corpus and cold start play other tasks than the run
+GPU_FILES = (
+    "nvidia[0-9]*",
+    "nvhost-*",
+    "dxg",
+    "kfd",
+)  # NVIDIA's, of embedded boards, of Linux inside Windows, and AMD's
+
+
+# ------------------------------------------------------------ settings that fit
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A value that applies where the user gives none, and why: ``Suggestion("max_turns", 6, "environment Guess")``."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+def resolve_settings(values: Mapping[str, Any], env_class: type | None = None) -> Settings:
+    """The settings of a run: the user's values, then what is suggested, then the defaults. ``env_class`` replaces the class
+    that the name refers to."""
+    draft = _draft(values)
+    return replace(draft, **{s.name: s.value for s in suggestions(values, env_class)})
+
+
+def _draft(values: Mapping[str, Any]) -> Settings:
+    """The user's values over the defaults. Rows that are answered and rewarded are the environment."""
+    settings = Settings.of(values)
+    return replace(settings, env=prompts.NAME) if settings.uses_prompts and "env" not in values else settings
+
+
+def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> list[Suggestion]:
+    """What environment and model suggest for the settings that ``values`` leaves open."""
+    settings = _draft(values)
+    env_class = env_class or environment_class(settings)
+    suggested = {"difficulty": tuple(getattr(env_class, "difficulties", (1,))), **getattr(env_class, "suggests", {})}
+    for name in suggested:
+        if name not in SUGGESTED:
+            raise SettingError(
+                f"{env_class.__name__} suggests a value for {name!r}, which an environment may not set; "
+                f"{nearest(name, SUGGESTED)}"
+            )
+    turn_limit(env_class)  # refused at once
+    facts = None if settings.model.tiny else read_model_facts(settings.model.name)
+    unfit: tuple[str, ...] = () if facts is None else TINY_MODEL_ONLY
+    large = facts is not None and not 0 < facts.parameters < SMALL_MODEL
+    if large:
+        unfit += SMALL_MODELS_ONLY
+    suggested = {name: value for name, value in suggested.items() if name not in (*unfit, *values)}
+    rows = [Suggestion(name, value, f"environment {env_class.__name__}") for name, value in suggested.items()]
+    if facts is not None and large:
+        rows += suggest(replace(settings, **suggested), {*suggested, *values}, facts, env_class)
+    return rows
+
+
+def suggest(settings: Settings, decided: Collection[str], model: ModelFacts, env_class: Any) -> list[Suggestion]:
+    """What fits a model that is not small. ``decided``: the settings that user or environment have decided.
+
+    The defaults of ``Settings`` and what an environment ``suggests`` are made for the tiny model; here is what would keep a
+    larger one from learning. What the environment suggests for models (``suggests_for_models``) comes first."""
+    named = getattr(env_class, "suggests_for_models", {})
+    rows = [Suggestion(n, v, f"suggested by {env_class.__name__}") for n, v in named.items() if n not in decided]
+    settings, decided = replace(settings, **{s.name: s.value for s in rows}), {*decided, *(s.name for s in rows)}
+    turns = max(1, settings.max_turns or turn_limit(env_class))
+    if "lr" not in decided:
+        rate = next(rate for limit, rate in LEARNING_RATES if (model.parameters or 2 * LARGE) < limit)
+        lora = settings.lora_rank > 0
+        reason = f"the model has {model.size} parameters" + ", and LoRA takes a ten times higher rate" * lora
+        rows.append(Suggestion("lr", float(f"{rate * (LORA_FACTOR if lora else 1):.3g}"), reason))
+    tokens = settings.max_tokens
+    if "max_tokens" not in decided:
+        tokens = ONE_ANSWER if turns == 1 else ONE_OF_MANY
+        reason = "an episode is one answer" if turns == 1 else f"an episode has up to {turns} turns"
+        if "context" in decided:
+            tokens, reason = (
+                max(1, min(tokens, settings.context // 2)),
+                f"at most half of the context of {settings.context}",
+            )
+        rows.append(Suggestion("max_tokens", tokens, reason))
+    if "context" not in decided:
+        needed = PROMPT + turns * (tokens + REPLY)
+        whole = max(-(-needed // 64) * 64, 512)  # a multiple of 64
+        context = min(model.max_positions or MAX_CONTEXT, whole, max(MAX_CONTEXT, PROMPT + tokens))
+        reason = f"room for a prompt and {turns} turn{'s' * (turns > 1)} of {tokens} tokens"
+        reason += f"; the model reads at most {model.max_positions}" if model.max_positions else ""
+        rows.append(Suggestion("context", context, reason))
+    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not has_gpu())
+    if "micro_batch_tokens" not in decided and model.parameters >= LARGE and on_cpu:
+        reason = f"on a CPU, activations of {model.size} parameters for more tokens take several GB"
+        rows.append(Suggestion("micro_batch_tokens", 2048, reason))
+    return rows
+
+
+def chosen_for_model(values: Mapping[str, Any], env_class: type | None = None) -> list[str]:
+    """What is suggested for a model that is not the tiny one, in sentences: it differs from the defaults of the help text."""
+    if _draft(values).model.tiny:
+        return []
+    return [f"{s.name} is {s.value} ({s.reason})" for s in suggestions(values, env_class)]
+
+
+def has_gpu() -> bool:
+    """Whether a driver shows a GPU: the answer before torch is imported. Torch has the last word (``engines.select_device``)."""
+    return any(next(Path("/dev").glob(pattern), None) is not None for pattern in GPU_FILES)
+
+
+# ------------------------------------------------------- rows of a file as tasks
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """The rows of ``--data`` with ``--reward`` as the tasks of a run: split, numbered, played as an environment, scored by
+    columns. A row's number is its position in the training file; rows of ``--eval-data`` follow."""
+
+    file: PromptFile
+    eval_file: PromptFile | None
+    rows: Mapping[int, PromptRow]  # by number
+    env_class: type
+
+    @classmethod
+    def of(cls, file: PromptFile, eval_file: PromptFile | None, share: float, verdict: bool) -> PromptData:
+        train, held_out = split_rows(file, share, eval_file)
+        rows = dict(enumerate([*file.rows, *(eval_file.rows if eval_file else ())]))
+        numbers = {id(row): n for n, row in rows.items()}
+        parts = {"train": train, "held_out": held_out}
+        problems = {
+            split: {numbers[id(r)]: prompts.PromptProblem(tuple(r.messages), r.answer, r.tools) for r in some}
+            for split, some in parts.items()
+        }
+        return cls(file, eval_file, rows, prompts.prompt_class(problems, verdict))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return self.file.columns | (self.eval_file.columns if self.eval_file else frozenset())
+
+    def row(self, task: Task) -> PromptRow:
+        return self.rows[task.seed]
+
+    def digests(self) -> dict[str, str]:
+        return {file.path: digest(file.path) for file in (self.file, self.eval_file) if file is not None}
+
+    def messages(self) -> list[str]:
+        """What was read, for the log."""
+        seeds = self.env_class.seeds  # type: ignore[attr-defined]
+        files = [file.describe() for file in (self.file, self.eval_file) if file is not None]
+        left_out = len(self.file.rows) - len(seeds["train"]) if self.eval_file else 0
+        also = f"; {left_out} rows are also in the held-out file and not trained on" if left_out else ""
+        return [*files, f"{len(seeds['train'])} rows to train on, {len(seeds['held_out'])} held out{also}"]
+
+
+def prompt_data(settings: Settings) -> PromptData:
+    """The rows that these settings name. A file is read once, until it changes."""
+    s, specs = settings, parse_rewards(settings.reward)
+    verdict = any(spec.gives_verdict or not spec.built_in for spec in specs)
+    data = _read(s.data, _stamp(s.data), s.eval_data, _stamp(s.eval_data), s.held_out_share, verdict)
+    return replace(data, env_class=_with_tools(data.env_class, s.tools)) if s.tools else data
+
+
+@lru_cache(maxsize=4)
+def _with_tools(env_class: type, names: tuple[str, ...]) -> type:
+    return prompts.tool_prompts(env_class, names)
+
+
+@lru_cache(maxsize=4)
+def _read(data: str, stamp: object, eval_data: str, eval_stamp: object, share: float, verdict: bool) -> PromptData:
+    return PromptData.of(read_prompts(data), read_prompts(eval_data) if eval_data else None, share, verdict)
+
+
+def _stamp(path: str) -> object:
+    """Changes when the file does."""
+    if not os.path.isfile(path):
+        return None
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size
+
+
+# --------------------------------------------------------------- the environment
+
+
+def environment_class(settings: Settings) -> type:
+    """The class that these settings play: the one of ``--env``, or the prompts of ``--data`` where rewards score answers."""
+    s = settings
+    if s.tools and not s.uses_prompts:
+        raise SettingError("--tools are for the prompts of a file; write --data FILE --reward FUNCTION beside it")
+    if s.uses_prompts:
+        if s.env != prompts.NAME:
+            raise SettingError(
+                f"with --reward the prompts of --data {s.data} are the environment; leave --env {s.env} out, or leave "
+                "--data out to reward the episodes of that environment"
+            )
+        return prompt_data(s).env_class
+    if s.env == prompts.NAME:
+        raise SettingError("the environment prompts is made of a file; write --data FILE and --reward FUNCTION")
+    return environments.load(s.env)
+
+
+def episode_pool(settings: Settings) -> HostPool | None:
+    """Where episodes play: in actors of the run's cluster, in processes of this machine, or None: in this process."""
+    if settings.cluster.environments and "ray" in sys.modules:
+        from turnwise.training.cluster.environment_pool import pool_of_learner  # late: imports ray
+
+        if (pool := pool_of_learner()) is not None:
+            return pool
+    return PROCESSES if settings.isolate_env else None
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """An environment class with the settings its episodes are created by."""
+
+    settings: Settings
+    env_class: type
+    agent: Agent | None = None  # plays the episodes; None: the turn loop does
+
+    @classmethod
+    def from_settings(
+        cls, settings: Settings, env_class: type | None = None, agent: Callable[..., Any] | None = None
+    ) -> EnvSpec:
+        """``env_class`` and ``agent`` replace what the names refer to: they were given as objects."""
+        env_class = env_class or environment_class(settings)
+        offered = tuple(getattr(env_class, "difficulties", (1,)))
+        wrong = [d for d in settings.difficulty if d not in offered]
+        if wrong:
+            raise SettingError(f"{settings.env} has no difficulty {wrong[0]}; it offers {', '.join(map(str, offered))}")
+        if settings.isolate_env and settings.env.startswith((GIVEN_OBJECT, prompts.NAME)):
+            raise SettingError(
+                f"isolate_env: another process cannot import {settings.env}; give a class by its name, module:Class"
+            )
+        return cls(settings, env_class, load_agent(settings, agent))
+
+    def columns(self, task: Task) -> Mapping[str, Any]:
+        """The columns of a task's row, where the tasks are rows of a file."""
+        return prompt_data(self.settings).row(task).columns if self.settings.uses_prompts else {}
+
+    def make(self, task: Task) -> Any:
+        """A fresh episode. A class without splits gets other seeds for held-out tasks instead."""
+        settings, arguments = self.settings, {"difficulty": task.difficulty, "split": task.split}
+        accepted = {key: arguments[key] for key in environments.settings(self.env_class)}
+        if (pool := episode_pool(settings)) is not None:
+            return IsolatedEnvironment(settings.env, accepted, settings.env_seconds, self.tools, pool)
+        return self.env_class(**accepted)
+
+    def try_make(self, task: Task) -> Any:
+        """``make``; where the constructor raises, an environment whose episode fails with that reason."""
+        try:
+            return self.make(task)
+        except (Exception, SystemExit) as fault:
+            return FailedEnvironment(fault)
+
+    def tasks(self, split: str, purpose: str = "run") -> TaskStream:
+        seed = self.settings.seed if split == "train" else 0  # held-out tasks are the same for every run
+        seed += 0 if purpose == "run" else SECOND_STREAM
+        name, difficulties, listed = self.settings.env, self.settings.difficulty, self._listed(split)
+        if listed is not None:
+            return TaskList(name, split, difficulties, seed, tuple(Task(name, n, split) for n in listed))
+        return TaskStream(name, split, difficulties, seed)
+
+    def _listed(self, split: str) -> Sequence[int] | None:
+        """The seeds of all tasks of a split, where the class names them (``seeds``); None: they do not end."""
+        seeds = getattr(self.env_class, "seeds", None)
+        return None if seeds is None else seeds[split]
+
+    def first_tasks(self, split: str, count: int) -> list[Task]:
+        """The tasks of an evaluation."""
+        listed = self._listed(split)
+        count = count if listed is None else min(count, len(listed))
+        return [self.tasks(split).draw(n) for n in range(count)]
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        return tuple(getattr(self.env_class, "tools", ()))
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        s = self.settings
+        turns = s.max_turns or turn_limit(self.env_class)
+        return EpisodeLimits(turns, s.context, s.env_seconds, s.history)
+
+    @property
+    def scripted_limits(self) -> EpisodeLimits:
+        """For scripted policies: only the environment itself limits them."""
+        return replace(self.limits, context=2**31)
+
+    def require_policy(self, player: str) -> None:
+        """Refuse a scripted policy that the class does not have; and an unknown name."""
+        if player not in SCRIPTED_POLICIES:
+            raise SettingError(f"no scripted policy {player!r}; known: {', '.join(SCRIPTED_POLICIES)}")
+        method = {"oracle": "oracle", "random": "random_action", "demonstrator": "demonstrate"}.get(player, "")
+        if not method or overrides(self.env_class, method) or (method == "demonstrate" and self.can_demonstrate):
+            return
+        remedy = "`oracle` and `random_action`, or its own `demonstrate`" if method == "demonstrate" else f"`{method}`"
+        raise SettingError(f"{self.settings.env} has no {player} policy; write {remedy} in its class")
+
+    def require_demonstrations(self) -> None:
+        """Refuse a class that nothing can be imitated of. The tiny model begins by imitating."""
+        if self.can_demonstrate:
+            return
+        if self.settings.model.tiny:
+            raise SettingError(
+                f"the tiny model knows no language, and {self.settings.env} has no `demonstrate` and `oracle` to start it "
+                "from; write both, or give a trained model with --model"
+            )
+        if self.settings.cold_steps > 0:
+            raise SettingError(
+                f"{self.settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0"
+            )
+
+    @property
+    def can_demonstrate(self) -> bool:
+        """Whether the class has scripted policies: an ``oracle`` and an imperfect ``demonstrate``, its own or the base's,
+        which mixes ``oracle`` and ``random_action``."""
+        cls = self.env_class
+        inherited = hasattr(cls, "demonstrate") and overrides(cls, "random_action")
+        return overrides(cls, "oracle") and (overrides(cls, "demonstrate") or inherited)
+
 
 OWN = "own"  # the recorded method of a run whose recipe was given as an object
 SCRIPTED = {"oracle": "oracle", "demonstrator": "demonstrate"}  # scripted policies, and the method each needs
@@ -140,19 +485,20 @@ def name_rows(values: dict[str, Any]) -> None:
         if isinstance(given, Path):
             values[name] = str(given)
         elif given is not None and not isinstance(given, str):
-            values[name] = str(_write_rows(name, given, Path(values.get("out", Settings().out))))
-
-
-def _write_rows(name: str, rows: Any, out: Path) -> Path:
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-        what = "several splits; give one of them" if isinstance(rows, Mapping) else "write a path or a list of dicts"
-        raise SettingError(f"{name} is a {type(rows).__name__}: {what}")
-    lines = [_line(name, n, row) for n, row in enumerate(rows)]
-    text = "".join(f"{line}\n" for line in lines)
-    path = out / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+            out = Path(values.get("out", Settings().out))
+            if isinstance(given, Mapping) or not isinstance(given, Iterable):
+                what = (
+                    "several splits; give one of them"
+                    if isinstance(given, Mapping)
+                    else "write a path or a list of dicts"
+                )
+                raise SettingError(f"{name} is a {type(given).__name__}: {what}")
+            lines = [_line(name, n, row) for n, row in enumerate(given)]
+            text = "".join(f"{line}\n" for line in lines)
+            path = out / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            values[name] = str(path)
 
 
 def _line(name: str, n: int, row: Any) -> str:
@@ -202,6 +548,23 @@ def required_by(recipe: Recipe) -> frozenset[str]:
     return recipe.requirements | {word for signal, word in implied.items() if signal in signals}
 
 
+def read_rubric(text: str) -> str:
+    """The rubric: words, the content of a file, or the default."""
+    if not text.strip():
+        return DEFAULT_RUBRIC
+    if "\n" in text or len(text) > 255 or not (text.endswith((".txt", ".md")) or Path(text).is_file()):
+        return text
+    try:
+        words = Path(text).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise SettingError(
+            f"the rubric {text!r} cannot be read: {fault}; write a text file, or the rubric itself"
+        ) from None
+    if not words:
+        raise SettingError(f"the rubric {text!r} is empty; write what the judge should look for")
+    return words
+
+
 # ---------------------------------------------------------------------- the data
 
 
@@ -228,10 +591,27 @@ class DataSources:
         if not source:
             return cls(settings, env_spec, recipe, prompts=prompts)
         rows = read_dataset(source, settings.env)
-        _check_rows(rows, settings, env_spec, requires)
+        # refuse rows of the wrong kind, and tasks that are not this run's
+        faults = LineErrors(rows.path)
+        named = sum(row.task is not None for row in rows.rows if not row.is_pair)
+        for row in rows.rows:
+            problem = _wrong_kind(row, requires)
+            if not settings.offline:
+                problem = problem or _wrong_task(row, settings, env_spec, named)
+            if problem:
+                faults.add(row.line, problem)
+        faults.raise_if_any(len(rows))
         rows = _augment(rows, recipe, settings)
         if settings.offline:
-            _check_columns(rows, requires, settings)
+            # refuse a file without a column that the method requires
+            columns = {name for row in rows.rows for example in row.examples for name in example.facts}
+            for word in sorted(requires):
+                kind, _, name = word.partition(" ")
+                if kind == "fact" and name not in columns:
+                    others = ", ".join(sorted(columns)) or "none"
+                    raise SettingError(
+                        f"{rows.path} has no column {name!r}, which {settings.title} requires; other columns: {others}"
+                    )
         elif "demonstrations" in recipe.replay.requires and not rows_by_task(rows):
             raise SettingError(
                 f"{settings.title} keeps a demonstration of each task; name a task in every row of {rows.path}"
@@ -307,19 +687,6 @@ class DataSources:
         return Demonstrations(seed, s.demo_share, None, self.groups(renderer))
 
 
-def _check_rows(rows: Dataset, settings: Settings, env_spec: EnvSpec, requires: frozenset[str]) -> None:
-    """Refuse rows of the wrong kind, and tasks that are not this run's."""
-    faults = LineErrors(rows.path)
-    named = sum(row.task is not None for row in rows.rows if not row.is_pair)
-    for row in rows.rows:
-        problem = _wrong_kind(row, requires)
-        if not settings.offline:
-            problem = problem or _wrong_task(row, settings, env_spec, named)
-        if problem:
-            faults.add(row.line, problem)
-    faults.raise_if_any(len(rows))
-
-
 def _augment(rows: Dataset, recipe: Recipe, settings: Settings) -> Dataset:
     """Add rows that the method derives from those of the file: revisions of a pair, several rating directions."""
     requires = sorted(required_by(recipe))
@@ -333,18 +700,6 @@ def _augment(rows: Dataset, recipe: Recipe, settings: Settings) -> Dataset:
             f"{settings.title} picks among the answers to one prompt; write --data {rows.path}, not --demos"
         )
     return with_directions(rows, ratings, stable_seed(settings.seed, "directions"))
-
-
-def _check_columns(rows: Dataset, requires: frozenset[str], settings: Settings) -> None:
-    """Refuse a file without a column that the method requires."""
-    columns = {name for row in rows.rows for example in row.examples for name in example.facts}
-    for word in sorted(requires):
-        kind, _, name = word.partition(" ")
-        if kind == "fact" and name not in columns:
-            others = ", ".join(sorted(columns)) or "none"
-            raise SettingError(
-                f"{rows.path} has no column {name!r}, which {settings.title} requires; other columns: {others}"
-            )
 
 
 def _wrong_kind(row: DatasetRow, requires: frozenset[str]) -> str:
@@ -423,11 +778,14 @@ class RunPlan:
         return cls(settings, recipe, given or GivenObjects()).resolved()
 
     def resolved(self) -> RunPlan:
-        """With the precision that the method prescribes, where the user left it at ``auto``, and the judge's rubric in words."""
+        """With the precision that the method prescribes, where the user left it at ``auto``, and the judge's rubric in words: the
+        run records them, so that a file that changes later cannot change the run."""
         precision = self.recipe.precision
         prescribed = {"dtype": precision.learner, "rollout_dtype": precision.rollouts}
-        open_ones = {k: v for k, v in prescribed.items() if v and getattr(self.settings, k) == "auto"}
-        return replace(self, settings=with_rubric_text(replace(self.settings, **open_ones)))  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {k: v for k, v in prescribed.items() if v and getattr(self.settings, k) == "auto"}
+        if self.settings.judge:
+            chosen["judge_rubric"] = read_rubric(self.settings.judge_rubric)
+        return replace(self, settings=replace(self.settings, **chosen))
 
     @cached_property
     def recipe(self) -> Recipe:

@@ -43,8 +43,7 @@ from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independe
 from turnwise.serve.server import require_packages
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
-from turnwise.training.env_spec import has_gpu
-from turnwise.training.plan import OWN, RunPlan, required_by
+from turnwise.training.plan import OWN, RunPlan, has_gpu, required_by
 from turnwise.training.remote_generators import check_generators
 from turnwise.training.rewards import check_judge, check_reward_functions
 
@@ -468,13 +467,13 @@ def _tokenizer(plan: RunPlan) -> Iterator[str]:
 def _model_size(plan: RunPlan) -> Iterator[str]:
     """Adapters wider than a weight, and a model that does not fit."""
     from turnwise.models import loading
-    from turnwise.training import memory
+    from turnwise.training import engines
 
     s, given = plan.settings, plan.given.model
     config = given.config if given is not None else None if s.model.tiny else loading.load_config(resolve(s.model.name))
     yield from adapter_width(s, config)
     if given is None and config is not None:
-        memory.check_memory(s, plan.recipe, config)
+        engines.check_memory(s, plan.recipe, config)
 
 
 def adapter_width(settings: Settings, config: Any = None) -> Iterator[str]:

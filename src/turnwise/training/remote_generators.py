@@ -38,8 +38,15 @@ SENTENCE = "Three apples cost 2.50 dollars; how much do 12 cost?\n"
 def make_replicas(settings: Settings) -> list[Replica]:
     """The servers that the settings name. Refuses addresses that are none, or that occur twice."""
     client = _client_name(settings)
+    # the address without the /v1 that other clients of such a server are given
     addresses = [
-        ServerAddress.read(_root(url), settings.generator_key_env, "generator", ", or local", path="")
+        ServerAddress.read(
+            (url.removesuffix("/").removesuffix("/v1") if "://" in url and url.partition("://")[2].strip("/") else url),
+            settings.generator_key_env,
+            "generator",
+            ", or local",
+            path="",
+        )
         for url in settings.generator
     ]
     urls = [address.url for address in addresses]
@@ -55,11 +62,6 @@ def make_replicas(settings: Settings) -> list[Replica]:
 def weight_backend(settings: Settings) -> str:
     """How weights reach servers of vLLM. A folder that has the name of a way is written ./nccl."""
     return settings.generator_weights if settings.generator_weights in (NCCL, IPC) else FILES
-
-
-def _root(url: str) -> str:
-    """The address without the /v1 that other clients of such a server are given."""
-    return url.removesuffix("/").removesuffix("/v1") if "://" in url and url.partition("://")[2].strip("/") else url
 
 
 def _client_name(settings: Settings) -> str:
@@ -292,7 +294,13 @@ def make_remote_generator(
                 continue
             if replica.kind == OURS:
                 _compare_vocabulary(settings, replica, vocabulary)
-                _compare_weights(replica, shapes)
+                theirs = replica.facts.get("weights") or {}
+                for name in sorted({*shapes, *theirs}):
+                    if shapes.get(name) != theirs.get(name):
+                        raise SettingError(
+                            f"--generator {replica.url} serves {replica.model}, which is another model: its weight {name} has the shape "
+                            f"{theirs.get(name)}, the run's {shapes.get(name)}"
+                        )
             else:
                 await _check_vllm(settings, replica, renderer)
         await generator.attach(gone)
@@ -310,16 +318,6 @@ async def _why_gone(replica: Replica) -> str:
             raise
         return str(fault.__context__)
     return ""
-
-
-def _compare_weights(replica: Replica, shapes: Mapping[str, Sequence[int]]) -> None:
-    theirs = replica.facts.get("weights") or {}
-    for name in sorted({*shapes, *theirs}):
-        if shapes.get(name) != theirs.get(name):
-            raise SettingError(
-                f"--generator {replica.url} serves {replica.model}, which is another model: its weight {name} has the shape "
-                f"{theirs.get(name)}, the run's {shapes.get(name)}"
-            )
 
 
 async def _check_vllm(settings: Settings, replica: Replica, renderer: Renderer) -> None:

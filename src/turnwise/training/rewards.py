@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,18 @@ from turnwise.engines.remote.http import ServerAddress
 from turnwise.environments.base import overrides
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewards, open_rewards
-from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.spec import parse_rewards
 from turnwise.rewards.verdict_cache import VerdictCache
 from turnwise.rollout.scoring import FirstErrorScorer, FunctionScorer, JudgeScorer, ScorerChain
-from turnwise.training.env_spec import prompt_data
-from turnwise.training.events import silent
 from turnwise.training.interrupt import run_async
+from turnwise.training.plan import prompt_data, read_rubric
+from turnwise.training.watch import silent
 
 Decode = Callable[[Sequence[int]], str]
 TASK_COLUMNS = ("difficulty", "seed", "split")
 POLICY = "policy"  # the judge is the policy that is trained
 FIRST_ERROR = "first_error:"  # begins the value that names the folder of a reward model of first wrong steps
 CACHE = "judge.sqlite"
-FILE_ENDINGS = (".txt", ".md")
 PARALLEL = 16
 PROBE = ({"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes"})
 
@@ -107,28 +104,6 @@ def describe_functions(scorer: FunctionScorer | None) -> list[str]:
 
 
 # ----------------------------------------------------------------------- the judge
-
-
-def with_rubric_text(settings: Settings) -> Settings:
-    """The settings with the rubric in words: a run records them, so that a file that changes later cannot change the run."""
-    return replace(settings, judge_rubric=read_rubric(settings.judge_rubric)) if settings.judge else settings
-
-
-def read_rubric(text: str) -> str:
-    """The rubric: words, the content of a file, or the default."""
-    if not text.strip():
-        return DEFAULT_RUBRIC
-    if "\n" in text or len(text) > 255 or not (text.endswith(FILE_ENDINGS) or Path(text).is_file()):
-        return text
-    try:
-        words = Path(text).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise SettingError(
-            f"the rubric {text!r} cannot be read: {fault}; write a text file, or the rubric itself"
-        ) from None
-    if not words:
-        raise SettingError(f"the rubric {text!r} is empty; write what the judge should look for")
-    return words
 
 
 def check_judge(settings: Settings) -> None:

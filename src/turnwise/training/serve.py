@@ -41,9 +41,9 @@ from turnwise.serve.server import Endpoint, listen_on, read_address, require_pac
 from turnwise.serve.sessions import OpenEpisode, Sessions
 from turnwise.store.database import EpisodeFacts
 from turnwise.store.rundir import RunDir
-from turnwise.training.certificate import certificate
-from turnwise.training.env_spec import EnvSpec, resolve_settings
+from turnwise.training.agents import certificate
 from turnwise.training.evaluation import select_policy
+from turnwise.training.plan import EnvSpec, resolve_settings
 from turnwise.training.refusals import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
 from turnwise.workers.child import serve_concurrently
@@ -115,7 +115,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
 
     from turnwise.engines.adapters import adapted_weights
     from turnwise.engines.remote.weight_files import read_weights
-    from turnwise.training import build, engines, memory
+    from turnwise.training import build, engines
 
     s = settings
     env_spec = EnvSpec.from_settings(s) if s.model.tiny and folder is None else EnvSpec(s, object)
@@ -127,7 +127,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
     threads = engines.select_threads(s)
     most = HostLimits(s.slots, context, tuple(renderer.stop_ids), True, threads)
 
-    cache = memory.sampling_cache(s, model)
+    cache = engines.sampling_cache(s, model)
 
     def make(limits: HostLimits) -> Any:
         gc.collect()  # what a generator before held
@@ -292,7 +292,7 @@ def serve_run(
     host, port = read_address(address)
     listen_on(host, 0, token).close()  # refuses an address that cannot be used, before the model is loaded
     settings, folder = select_policy(run, {})
-    from turnwise.training import build, engines, memory  # late: import torch
+    from turnwise.training import build, engines  # late: import torch
 
     assert folder is not None
     tokenizer = build.load_tokenizer(
@@ -300,7 +300,7 @@ def serve_run(
     )  # its agent and environment are not needed
     renderer = build.make_renderer(settings, tokenizer)
     model = build.load_model(settings, len(tokenizer), folder)
-    cache = memory.sampling_cache(settings, model)
+    cache = engines.sampling_cache(settings, model)
     generator = engines.make_local_generator(settings, model, renderer, deterministic=False, cache=cache)
     sampling = build.sampling_settings(settings, settings.eval_temperature)
     limits = EpisodeLimits(TURNS, settings.context)

@@ -22,7 +22,7 @@ from turnwise.recipes import catalogue
 from turnwise.rewards.verdict_cache import VerdictCache
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
-from turnwise.training.certificate import certificate_lines
+from turnwise.training.agents import certificate_lines
 from turnwise.training.rewards import CACHE
 
 CARD, PICTURE = "README.md", "curves.png"

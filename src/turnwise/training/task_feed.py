@@ -28,7 +28,7 @@ from turnwise.tasks.task_source import TaskStream
 
 if TYPE_CHECKING:
     from turnwise.rollout.renderer import Renderer
-    from turnwise.training.env_spec import EnvSpec
+    from turnwise.training.plan import EnvSpec
 
 MORE = 100_000  # index of the first session of a later round; no strategy opens so many
 

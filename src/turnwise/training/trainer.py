@@ -6,21 +6,36 @@ Knows no engine class and no formula.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import random
+import re
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from turnwise.core.protocols import Generator, Learner, Tracker
-from turnwise.core.records import Group
+from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.diagnostics import finish
+from turnwise.algebra.gate import NoGate
+from turnwise.algebra.objective import Objective
+from turnwise.algebra.penalty import NegativeLogLikelihood, WeightedPenalty
+from turnwise.algebra.ratio import OnPolicy
+from turnwise.algebra.value import Constant
+from turnwise.config.settings import Settings
+from turnwise.core.batch import pack
+from turnwise.core.levels import TOKEN
+from turnwise.core.protocols import Generator, Learner, Listener, Tracker
+from turnwise.core.records import Group, Status, Task, Trajectory
+from turnwise.core.seeds import stable_seed
 from turnwise.core.signals import Signal
 from turnwise.data.mixing import GroupSource, Mixture
 from turnwise.data.offline_source import split_held_out
-from turnwise.errors import RankFault, ServerFault
+from turnwise.errors import EnvironmentFault, RankFault, ServerFault, SettingError
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
@@ -28,6 +43,10 @@ from turnwise.models.loading import save_lossless
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.rules import RunHealth, RunLimits
 from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, Service, TensorBoard, Trackers
+from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.episode import EpisodeLimits
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scripted import play_scripted
 from turnwise.store.atomic import check_digest, read_object, read_sealed, write_sealed
 from turnwise.store.checkpoint import (
     discard_after,
@@ -38,20 +57,24 @@ from turnwise.store.checkpoint import (
     verify_model,
 )
 from turnwise.store.ledger import SqliteLedger, WriteBehindLedger
+from turnwise.store.lock import ProcessLock
 from turnwise.store.rundir import RunDir
-from turnwise.training import build, engines, memory
-from turnwise.training.certificate import run_certificate
-from turnwise.training.cold_start import cold_start
+from turnwise.training import build, engines
+from turnwise.training.agents import agent_demonstrator, play_demonstration, run_certificate
 from turnwise.training.collector import Collector, StalenessPolicy
-from turnwise.training.events import RunEvents
-from turnwise.training.interrupt import RunStopped, StopSignals
+from turnwise.training.engines import check_resumed_memory
+from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
-from turnwise.training.plan import RunPlan
-from turnwise.training.refusals import staleness_notes
+from turnwise.training.plan import EnvSpec, GivenObjects, RunPlan
+from turnwise.training.refusals import LOADED, check_model_name, rank_places, refuse, staleness_notes
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
 from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
 from turnwise.training.summary import RunSummary, evaluation_metrics, write_cards
 from turnwise.training.task_feed import TaskFeed, score_tasks
+from turnwise.training.watch import RunEvents, watched
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COLD_STEPS = 100
 
@@ -116,15 +139,22 @@ class Trainer:
             self.events.message(f"CPU threads: {self.threads}")
         with self.events.stage("prepare"):
             tokenizer, model = self._initial()
-        self.settings, notes = memory.report(self.settings, self.recipe, model)
+        self.settings, notes = engines.report(self.settings, self.recipe, model)
         for text in notes:
             self.events.message(text)
         self.renderer = build.make_renderer(self.settings, tokenizer)
-        self._announce_template()
+        # tell what the chat template cannot render, and what is sent instead
+        tools = tuple(self.env_spec.tools)
+        for note in self.renderer.conversion.notes(bool(tools)):
+            self.events.message(note)
+        for warning in self.renderer.warnings(tools):
+            self.events.message(warning, "warning")
+        if tools and not self.settings.model.tiny:
+            self.events.message(f"tool calls: the syntax {self.renderer.syntax.name}")
         s, budget = self.settings, self.recipe.budget
         dialogues, exact = s.staleness.capacity(budget.groups, s.steps) * budget.size, s.staleness.deterministic
         warn = partial(self.events.message, level="warning")
-        generator = memory.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
+        generator = engines.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
         generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
         learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s), folder=self.run_dir.path)
@@ -140,16 +170,6 @@ class Trainer:
             for text in (*self.plan.data.messages(), *describe_functions(functions), *judge):
                 self.events.message(text)
             return self.stop.run_loop(self._learn(learner, generator, tokenizer))
-
-    def _announce_template(self) -> None:
-        """Tell what the chat template cannot render, and what is sent instead."""
-        tools = tuple(self.env_spec.tools)
-        for note in self.renderer.conversion.notes(bool(tools)):
-            self.events.message(note)
-        for warning in self.renderer.warnings(tools):
-            self.events.message(warning, "warning")
-        if tools and not self.settings.model.tiny:
-            self.events.message(f"tool calls: the syntax {self.renderer.syntax.name}")
 
     def _initial(self) -> tuple[Any, Any]:
         """Tokenizer and model that RL starts from: the given ones, or tiny and cold-started; kept in the run directory."""
@@ -369,3 +389,190 @@ def _save(folder: Path, write: Callable[[Path], Any], tokenizer: Any) -> None:
         tokenizer.save_pretrained(path)
 
     save_model(folder, both)
+
+
+# ----------------------------------------------------------- a run from its plan
+
+
+def start_run(plan: RunPlan, listen: Listener, stop: StopSignals) -> dict[str, Any]:
+    """Refuse what only torch and the model's files can tell, create the run directory, train. Returns the summary."""
+    plan = plan.resolved()
+    refuse(plan, LOADED)
+    s, threads = plan.settings, engines.select_threads(plan.settings)
+    recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
+    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
+    if s.cluster:
+        return _on_cluster(run_dir, Settings.of(recorded), plan.notes, listen, stop)
+    events = RunEvents(listen)
+    with ProcessLock(run_dir.lock), watched(run_dir.path, events, s.env, s.steps):
+        return Trainer(plan, run_dir, events, threads, stop, plan.notes).run()
+
+
+def check_resumed(run_dir: RunDir, plan: RunPlan) -> None:
+    """Refuse to go on where the model is gone, damaged or does not fit, before new settings are recorded and it is loaded."""
+    refuse(plan, (rank_places,))
+    settings, initial = plan.settings, run_dir.path / "initial"
+    if not initial.is_dir():
+        # refuse a run that has no copy of its model yet, where the model is gone: resuming cannot name another
+        model = settings.model
+        try:
+            check_model_name(model)
+        except SettingError as fault:
+            if model.given_object:
+                raise
+            raise SettingError(
+                f"the run {run_dir.path} has not copied its model yet, and the one that it began with is gone: {model}; put it back "
+                "there, or start a new run with --model"
+            ) from fault
+    check_resumed_memory(plan.resolved().settings, plan.recipe, initial)
+    if initial.is_dir() and settings != Settings.of(
+        run_dir.metadata()["settings"]
+    ):  # otherwise nothing will be recorded
+        verify_model(initial)
+
+
+def continue_run(
+    run_dir: RunDir,
+    settings: Settings,
+    recipe: Recipe | None,
+    given: GivenObjects,
+    listen: Listener,
+    stop: StopSignals,
+    message: str = "",
+    notes: Sequence[str] = (),
+    here: bool = False,
+) -> dict[str, Any]:
+    """Continue a run from its last checkpoint. Returns the summary; that of a finished run if nothing is left to do. ``here``: in
+    this process, also where the settings name a cluster."""
+    plan = RunPlan.from_settings(settings, recipe, given)
+    recorded = run_dir.metadata()["recipe"]
+    if repr(plan.recipe) != recorded:
+        raise SettingError(f"this run was started with another recipe: {recorded}")
+    events = RunEvents(listen)
+    if message:
+        updates = plan.recipe.control.updates
+        factor = engines.learner_settings(plan.settings, plan.recipe).lr_factor(run_dir.step * updates)
+        events.message(f"{message}; the next step has the learning rate {settings.lr * factor:.3g}")
+    if run_dir.summary.is_file():
+        return Trainer(plan, run_dir, events, plan.settings.threads, stop).run()
+    if settings.cluster and not here:
+        return _on_cluster(run_dir, settings, notes, listen, stop)
+    with ProcessLock(run_dir.lock) as lock, watched(run_dir.path, events, settings.env, settings.steps):
+        return Trainer(plan, run_dir, events, plan.settings.threads, stop, notes, died=lock.left_by).run()
+
+
+def _on_cluster(
+    run_dir: RunDir, settings: Settings, notes: Sequence[str], listen: Listener, stop: StopSignals
+) -> dict[str, Any]:
+    from turnwise.training.cluster.driver import run_on_cluster  # late: imports ray
+
+    return run_on_cluster(run_dir, settings, learn, notes, listen, stop)
+
+
+def learn(path: Path, notes: Sequence[str], listen: Listener, stop: StopSignals) -> dict[str, Any]:
+    """What the learner of a cluster does: the run of ``path`` from its last checkpoint, or from its beginning."""
+    run_dir = RunDir.open(path)
+    settings = Settings.of(run_dir.metadata()["settings"])
+    return continue_run(run_dir, settings, None, GivenObjects(), listen, stop, notes=notes, here=True)
+
+
+def free_name(settings: Settings) -> str:
+    """A name that no run in the output folder has: method, environment, seed, a number."""
+    method, env = (re.sub(r"[^\w+-]+", "-", name.split(":")[-1])[:40] for name in (settings.title, settings.env))
+    base = f"{method}-{env}-s{settings.seed}"
+    n = 1
+    while (Path(settings.out) / f"{base}-{n}").exists():
+        n += 1
+    return f"{base}-{n}"
+
+
+# ----------------------------------------------------- the supervised cold start
+
+
+IMITATION = Objective(
+    Constant(0.0), OnPolicy(), NoGate(), Mean(TOKEN), (WeightedPenalty(1.0, NegativeLogLikelihood()),)
+)
+
+
+def cold_start(
+    settings: Settings, env_spec: EnvSpec, tokenizer: Any, model: PreTrainedModel, steps: int, events: RunEvents
+) -> None:
+    """Train ``model`` in place to imitate the environment's demonstrator. A killed one begins again, alike."""
+    if not env_spec.can_demonstrate:
+        raise SettingError(f"{settings.env} has no `demonstrate`, so there is nothing to imitate; write --cold-steps 0")
+    tasks = env_spec.tasks("train", "cold start")
+    count = min(settings.cold_demos, steps * settings.cold_batch)
+    with events.stage("demonstrations", count, "episodes"):
+        demo_tasks = [tasks.draw(n) for n in range(count)]
+        renderer, wording = build.make_renderer(settings, tokenizer), agent_demonstrator(env_spec.agent)
+        agent = env_spec.agent
+        by_agent = partial(play_demonstration, agent, wording) if agent is not None and wording else None
+        demos = demonstrations(demo_tasks, env_spec.make, renderer, env_spec.limits, play_one=by_agent)
+    events.message(f"{len(demos)} demonstrations of mixed quality: {quality(demos)}")
+    learner = engines.make_cold_start_learner(settings, model, steps)
+    with events.stage("cold start", steps):
+        start = time.perf_counter()
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            rate = metrics["tokens"] * step / (time.perf_counter() - start)
+            events.step("cold start", step, steps, {**metrics, "tokens_per_second": rate})
+
+        imitate(learner, demos, steps, settings.cold_batch, stable_seed(settings.seed, "cold start"), report)
+
+
+def quality(demos: Sequence[Trajectory]) -> str:
+    """The share that succeeds, or the mean reward where no success is reported."""
+    if all(t.success is None for t in demos):
+        return f"their mean reward is {sum(t.reward for t in demos) / len(demos):.3g}"
+    return f"{sum(bool(t.success) for t in demos) / len(demos):.0%} of them succeed"
+
+
+def demonstrations(
+    tasks: Sequence[Task],
+    open_environment: Callable[[Task], object],
+    renderer: Renderer,
+    limits: EpisodeLimits,
+    player: str = "demonstrator",
+    play_one: Callable[..., Coroutine[Any, Any, Trajectory]] | None = None,
+) -> list[Trajectory]:
+    """One episode of each task: of a scripted policy, or by ``play_one``."""
+    play_one = play_one or partial(play_scripted, player)
+
+    async def play() -> list[Trajectory]:
+        played: list[Trajectory] = []
+        for i in range(0, len(tasks), 64):  # enough at once to hide the tools' latency, few enough to fit in memory
+            some = enumerate(tasks[i : i + 64], start=i)
+            played += await asyncio.gather(
+                *(play_one(open_environment(task), f"demo.{n}", task, renderer, limits) for n, task in some)
+            )
+        return played
+
+    played = run_async(play())
+    good = [t for t in played if t.status != Status.FAILED]
+    if not good:
+        raise EnvironmentFault(f"no demonstration could be played: {played[0].reason if played else 'no tasks'}")
+    return good
+
+
+def imitate(
+    learner: Learner,
+    demos: Sequence[Trajectory],
+    steps: int,
+    size: int,
+    seed: int,
+    report: Callable[[int, dict[str, float]], None],
+) -> None:
+    """``steps`` supervised steps of ``size`` demonstrations each, every pass in a new seeded order."""
+    order: list[int] = []
+    epoch = 0
+    for step in range(steps):
+        while len(order) < size:
+            fresh = list(range(len(demos)))
+            random.Random(f"{seed}/{epoch}").shuffle(fresh)
+            order, epoch = order + fresh, epoch + 1
+        chosen, order = [demos[i] for i in order[:size]], order[size:]
+        batch = pack([Group(str(i), t.task, (t,)) for i, t in enumerate(chosen)])
+        metrics = learner.update(IMITATION.credit(batch), IMITATION)
+        sampled = float(sum(t.sampled for t in chosen))
+        metrics = finish(metrics)
+        report(step + 1, {**metrics, "loss": metrics["penalty/NegativeLogLikelihood"], "tokens": sampled})

@@ -16,7 +16,7 @@ from turnwise.errors import SettingError
 from turnwise.inspector.compare.comparison import ALPHA, Comparison, compare_outcomes
 from turnwise.inspector.compare.outcomes import RunOutcome, read_outcome
 from turnwise.training import api
-from turnwise.training.events import silent
+from turnwise.training.watch import silent
 
 Variant = tuple[str, Mapping[str, Any]]
 SEEDS = 5

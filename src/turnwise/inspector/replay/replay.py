@@ -25,9 +25,9 @@ from turnwise.inspector.replay.run_copy import copy_run, nearest_checkpoint
 from turnwise.recipes import signatures
 from turnwise.store.checkpoint import load_checkpoint
 from turnwise.store.rundir import RunDir
-from turnwise.training.events import silent
 from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.plan import GivenObjects
+from turnwise.training.watch import silent
 
 NEVER = 10**9  # steps between checkpoints of a replay: only its last step writes one
 SHOWN = ("reward", "success", "loss", "grad_norm", "entropy", "clip_share", "advantage/size", "lr")
@@ -168,7 +168,7 @@ class _Replay:
 
     def _continue(self, copy: RunDir, until: int) -> None:
         """Resume the copy and stop it after step ``until``, with a checkpoint."""
-        from turnwise.training.launch import continue_run
+        from turnwise.training.trainer import continue_run
 
         stop = StopSignals()
 

@@ -31,9 +31,9 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.cluster.actors import EnvironmentActor, GeneratorActor, LearnerActor, LearnerNews, remove_helpers
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
-from turnwise.training.events import RunEvents
 from turnwise.training.interrupt import StopSignals
 from turnwise.training.refusals import answers
+from turnwise.training.watch import RunEvents
 
 ADDRESS_FILE = "cluster.json"
 OBJECT_STORE = 80 * 2**20  # bytes, about the least that Ray takes: weights travel as files
@@ -74,7 +74,11 @@ def connected(options: Cluster, folder: Path, ranks: int = 1) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     common: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
     if address:
-        _connect(address, common)
+        try:
+            ray.init(address, **common)
+        except (RuntimeError, ValueError, OSError) as fault:  # another version of Ray or Python, no token, no cluster
+            text = " ".join(str(fault).split())[:300]
+            raise SettingError(f"the Ray cluster at {address} cannot be used: {text}") from fault
     else:
         playing = options.environment_actors(os.cpu_count() or 1, ranks)
         reserved = options.generators * options.cpus + playing + ranks
@@ -82,19 +86,15 @@ def connected(options: Cluster, folder: Path, ranks: int = 1) -> Iterator[None]:
         limits |= {} if options.gpus else {"num_gpus": 0}
         ray.init("local", include_dashboard=False, **limits, **common)
         write_json(folder / ADDRESS_FILE, {"address": ray.get_runtime_context().gcs_address})
-    _silence()
+    # keep Ray from printing deaths of processes to standard output: the run tells them, and `--json` owns it
+    from ray._private import worker
+
+    if "print_to_stdstream" in vars(worker):
+        vars(worker)["print_to_stdstream"] = lambda *_, **__: None
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _connect(address: str, options: Mapping[str, Any]) -> None:
-    try:
-        ray.init(address, **options)
-    except (RuntimeError, ValueError, OSError) as fault:  # another version of Ray or Python, no token, no cluster
-        text = " ".join(str(fault).split())[:300]
-        raise SettingError(f"the Ray cluster at {address} cannot be used: {text}") from fault
 
 
 def _living_address(folder: Path) -> str:
@@ -104,14 +104,6 @@ def _living_address(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return address if answers(address) else ""
-
-
-def _silence() -> None:
-    """Keep Ray from printing deaths of processes to standard output: the run tells them, and ``--json`` owns it."""
-    from ray._private import worker
-
-    if "print_to_stdstream" in vars(worker):
-        vars(worker)["print_to_stdstream"] = lambda *_, **__: None
 
 
 class ClusterRun:
@@ -231,7 +223,13 @@ class ClusterRun:
             try:
                 news: LearnerNews = ray.get(self.learner.news.remote(life, known), timeout=NEWS_SECONDS)
             except ActorDiedError as death:
-                return self._after_death(death)
+                # the summary, if the learner ended after it wrote it: another driver may have removed it
+                if self.run_dir.summary.is_file():
+                    return read_object(self.run_dir.summary)
+                raise ServerFault(
+                    f"the learner is gone and is not started again ({' '.join(str(death).split())[:300]}); `turnwise resume "
+                    f"{self.run_dir.path}` continues the run"
+                )
             except GetTimeoutError:  # busy, or still being started again
                 continue
             except (ActorUnavailableError, RayActorError):
@@ -262,15 +260,6 @@ class ClusterRun:
                 raise SettingError(f"a generator of the cluster could not be started: {reason}") from None
             except RayError:  # it was killed meanwhile, and is started again
                 continue
-
-    def _after_death(self, death: ActorDiedError) -> dict[str, Any]:
-        """The summary, if the learner ended after it wrote it: another driver may have removed it."""
-        if self.run_dir.summary.is_file():
-            return read_object(self.run_dir.summary)
-        raise ServerFault(
-            f"the learner is gone and is not started again ({' '.join(str(death).split())[:300]}); `turnwise resume "
-            f"{self.run_dir.path}` continues the run"
-        )
 
 
 def _outcome(news: LearnerNews) -> dict[str, Any]:
