@@ -124,8 +124,8 @@ class KilledRun:
     def _actors(self, kind: str) -> list[int]:
         import ray
 
+        from turnwise.training.cluster import run_key
         from turnwise.training.cluster.directory import find_actors
-        from turnwise.training.cluster.names import run_key
 
         pids = []
         for actor in find_actors(kind, run_key(self.path)).values():
@@ -138,9 +138,9 @@ def remove_actors(run: Path) -> None:
     """End what a run left that did not end by itself."""
     import ray
 
+    from turnwise.training.cluster import LEARNER, run_key
     from turnwise.training.cluster.actors import remove_helpers
     from turnwise.training.cluster.directory import find_actors
-    from turnwise.training.cluster.names import LEARNER, run_key
 
     for learner in find_actors(LEARNER, run_key(run)).values():
         ray.kill(learner, no_restart=True)

@@ -19,7 +19,7 @@ from turnwise.core.protocols import Action
 from turnwise.errors import SettingError
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
-from turnwise.training.cluster.names import actor_name, number_of, run_key
+from turnwise.training.cluster import actor_name, number_of, run_key
 from turnwise.training.plan import RunPlan
 from turnwise.training.refusals import cluster, refuse
 
@@ -252,7 +252,7 @@ class TestEnvironmentActors:
         from turnwise.environments.isolated import IsolatedEnvironment
         from turnwise.errors import EnvironmentFault
         from turnwise.training.cluster.actors import EnvironmentActor
-        from turnwise.training.cluster.environment_pool import ActorPool
+        from turnwise.training.cluster.directory import ActorPool
 
         tests = os.path.dirname(os.path.dirname(__file__))
         make = ray.remote(EnvironmentActor).options(
@@ -284,7 +284,7 @@ class TestEnvironmentActors:
     def test_no_more_calls_are_sent_than_an_actor_takes(self, ray):
         import asyncio
 
-        from turnwise.training.cluster import environment_pool
+        from turnwise.training.cluster import directory
 
         calls = {"now": 0, "most": 0}
 
@@ -308,7 +308,7 @@ class TestEnvironmentActors:
 
         async def ask():
             Reply.loop = asyncio.get_running_loop()
-            host = environment_pool.ActorHost(0, Actor())
+            host = directory.ActorHost(0, Actor())
             host.ended = ""
 
             async def one():
@@ -318,7 +318,7 @@ class TestEnvironmentActors:
             return await asyncio.gather(*(one() for _ in range(40)))
 
         assert len(asyncio.run(ask())) == 40
-        assert calls["most"] == environment_pool.CALLS
+        assert calls["most"] == directory.CALLS
 
 
 class TestRanks:

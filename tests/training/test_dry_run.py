@@ -21,7 +21,6 @@ from turnwise.training.dry_run import (
     estimate,
     memory_figures,
     process_bytes,
-    steady_steps,
 )
 
 MIB = 1 << 20
@@ -70,7 +69,9 @@ def test_the_estimate_of_a_simulated_run_is_within_a_tenth_whatever_the_stalenes
 def test_steps_on_the_first_wave_are_not_counted():
     seconds = asynchronous(15, 4, 10.0, 0.1)
     assert sum(seconds[1:3]) < 1.0, "what was counted before"
-    assert sum(steady_steps(seconds, 4)) == pytest.approx(10.1, rel=0.05)
+    asked = Settings(steps=15, eval_tasks=0, staleness=4)
+    each = estimate(asked, {}, seconds, 0)["seconds_per_step"]
+    assert 5 * each == pytest.approx(10.1, rel=0.05)
 
 
 def test_a_dry_run_takes_steps_for_its_staleness_and_evaluates_in_full_up_to_a_limit():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from turnwise.cli.flags import (
     CONFIG_HELP,
     DEFAULT_METHOD,
     Parser,
-    RunFlags,
     add_policy_flags,
     add_settings,
     flag,

@@ -135,12 +135,6 @@ def name_agent(values: dict[str, Any]) -> Callable[..., Any] | None:
     return agent
 
 
-def check_agent(requires: frozenset[str], settings: Settings) -> None:
-    """Refuse a method whose requirements an agent's episode cannot meet."""
-    for word in sorted(requires & UNMET.keys()) if settings.agent else ():
-        raise SettingError(f"{settings.title} {UNMET[word]}; leave --agent out, or take another method")
-
-
 def agent_demonstrator(agent: Agent | None) -> Callable[[Action], str] | None:
     """How the environment's demonstrations are worded for an agent: its function's attribute ``demonstrate``. None: an agent
     without it reads the same messages as the turn loop."""

@@ -50,7 +50,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.interrupt import run_async
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
-from turnwise.training.rewards import FIRST_ERROR, POLICY, reward_model_folder
+from turnwise.training.rewards import POLICY, reward_model_folder
 
 FP8 = torch.float8_e4m3fn
 JUDGE_CONTEXT = 8192  # ids that a policy reads when it judges; fewer if the model cannot
@@ -217,41 +217,38 @@ def make_served_generator(
 ) -> LocalGenerator:
     """The generator of a server, with what a trainer asks for. It computes in a thread, so that the server answers meanwhile."""
     on_cpu = select_device(settings).type == "cpu"
-    return LocalGenerator(
+    threads = (limits.threads or torch.get_num_threads()) if on_cpu else 1
+    of_trainer = {"slots": limits.slots, "context": limits.context, "stop_ids": limits.stop_ids}
+    return make_local_generator(
+        settings,
         model,
-        renderer.decode,
-        slots=limits.slots,
-        context=limits.context,
-        stop_ids=limits.stop_ids,
-        deterministic=limits.deterministic,
-        device=select_device(settings),
-        dtype=rollout_dtype(settings),
-        threads=(limits.threads or torch.get_num_threads()) if on_cpu else 1,
-        share_weights=on_cpu,
+        renderer,
+        limits.deterministic,
         cache=cache,
+        threads=threads,
+        share_weights=on_cpu,
+        **of_trainer,
     )
 
 
 def make_local_generator(
     settings: Settings, model: PreTrainedModel, renderer: Renderer, deterministic: bool = True, dialogues: int = 0,
-    cache: CacheChoice | None = None,
+    cache: CacheChoice | None = None, kind: type[LocalGenerator] | None = None, **other: Any,
 ) -> LocalGenerator:  # fmt: skip
     """A generator with its own copy of the model; on a CPU a synchronous one shares the learner's weights, because it samples
     nothing between an update and its publication (adapters are merged, so they need a copy). ``dialogues`` is the most that are
     ever open at once besides an evaluation's: cache rows beyond that only cost memory (6 GB for 256 rows of 512 ids of a
-    model of 135 M)."""
-    return LocalGenerator(
-        model,
-        renderer.decode,
-        slots=cache_rows(settings, dialogues),
-        context=settings.context,
-        stop_ids=renderer.stop_ids,
-        deterministic=deterministic,
-        device=select_device(settings),
-        dtype=rollout_dtype(settings),
-        share_weights=deterministic and not settings.lora_rank and select_device(settings).type == "cpu",
-        cache=cache,
-    )
+    model of 135 M). ``other`` options replace what the settings say."""
+    options: dict[str, Any] = {
+        "slots": cache_rows(settings, dialogues),
+        "context": settings.context,
+        "stop_ids": renderer.stop_ids,
+        "device": select_device(settings),
+        "dtype": rollout_dtype(settings),
+        "share_weights": deterministic and not settings.lora_rank and select_device(settings).type == "cpu",
+    }
+    options |= other
+    return (kind or LocalGenerator)(model, renderer.decode, deterministic=deterministic, cache=cache, **options)
 
 
 def with_opponents(
@@ -262,17 +259,10 @@ def with_opponents(
     if setting.kind != "past":
         return generator, None
     assert isinstance(generator, LocalGenerator), "drafts are refused before"
-    opponents = OpponentGenerator(
-        model,
-        renderer.decode,
-        slots=generator.model_runner.kv_cache.rows,
-        context=settings.context,
-        stop_ids=renderer.stop_ids,
-        deterministic=generator.deterministic,
-        device=select_device(settings),
-        dtype=rollout_dtype(settings),
-        cache=generator.cache,
-    )
+    # as many rows as the policy's own: each dialogue has both sides. Their weights are older, so they are never shared
+    twin = {"slots": generator.model_runner.kv_cache.rows, "share_weights": False, "kind": OpponentGenerator}
+    opponents = make_local_generator(settings, model, renderer, generator.deterministic, cache=generator.cache, **twin)
+    assert isinstance(opponents, OpponentGenerator)
     pool = OpponentPool(setting.keep, setting.every, setting.pool == "latest", settings.seed)
     both = SelfPlayGenerator(generator, opponents, pool)
     return both, both
@@ -284,29 +274,25 @@ def make_policy_judge(
     """The generator of a run, and its policy as a chat model where it judges itself. The judge has a generator of its own, whose
     weights follow: it reads longer texts, and what it samples cannot change the batches of rollouts. A reward model of wrong
     steps is loaded from its folder."""
-    if settings.judge.startswith(FIRST_ERROR):
-        return generator, lambda: _reward_model(settings)
+
+    def single(judge: Any, its_renderer: Renderer, context: int, deterministic: bool) -> LocalGenerator:
+        """Answers one question at a time: it needs one row of a cache."""
+        options = {"slots": 1, "context": context}
+        return make_local_generator(settings, judge, its_renderer, deterministic, **options)
+
+    def reward_model() -> ChatModel:
+        """A model of its own, with its own tokenizer."""
+        folder = str(reward_model_folder(settings))
+        judge, its_renderer = load_causal_lm(folder), Renderer(load_tokenizer(folder))
+        context = int(getattr(judge.config, "max_position_embeddings", None) or JUDGE_CONTEXT)
+        return LocalChat(single(judge, its_renderer, context, True), its_renderer, context)
+
     if settings.judge != POLICY:
-        return generator, _no_policy
+        return generator, reward_model  # called only where the judge is a folder
     positions = getattr(model.config, "max_position_embeddings", None) or JUDGE_CONTEXT
     context = min(int(positions), max(JUDGE_CONTEXT, settings.context))
-    judge_settings = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
-    mirror = make_local_generator(judge_settings, model, renderer, settings.staleness.deterministic, dialogues=1)
+    mirror = single(model, renderer, context, settings.staleness.deterministic)
     return PairedGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
-
-
-def _reward_model(settings: Settings) -> ChatModel:
-    """A model of its own, with its own tokenizer, that answers one question at a time."""
-    folder = reward_model_folder(settings)
-    renderer = Renderer(load_tokenizer(str(folder)))
-    judge = load_causal_lm(str(folder))
-    context = int(getattr(judge.config, "max_position_embeddings", None) or JUDGE_CONTEXT)
-    judge_settings = replace(settings, context=context, slots=1, eval_tasks=1, eval_samples=1)
-    return LocalChat(make_local_generator(judge_settings, judge, renderer, True, dialogues=1), renderer, context)
-
-
-def _no_policy() -> ChatModel:
-    raise AssertionError("the judge is not the policy")
 
 
 GENERATOR_PROGRAM = "turnwise.training.serve"  # of --generator local
@@ -489,8 +475,8 @@ def _advice(plan: MemoryPlan, layout: str = "") -> str:
         "--recompute": 0 if plan.recompute else parts["activations"],
         "fewer --micro-batch-tokens": parts["activations"] // 2,
     }
-    found = [name for name, saved in sorted(savings.items(), key=lambda pair: -pair[1]) if saved > GIB // 20]
-    return "write " + ", ".join(found[:3]) if found else "write a smaller --model"
+    worth_it = [name for name, saved in sorted(savings.items(), key=lambda pair: -pair[1]) if saved > GIB // 20]
+    return "write " + ", ".join(worth_it[:3]) if worth_it else "write a smaller --model"
 
 
 def report(settings: Settings, recipe: Recipe, model: Any) -> tuple[Settings, list[str]]:
@@ -504,8 +490,7 @@ def report(settings: Settings, recipe: Recipe, model: Any) -> tuple[Settings, li
     if settings.model.cache != "rows" and in_pages(plan, room, "pages"):
         parts["KV cache"] = min(parts["KV cache"], plan.samplers * cache_room(plan, room))
     about = f"{sum(parts.values()) / GIB:.1f} GiB: {describe_parts(parts)}"
-    told = f"memory: about {about}; the device has {available / GIB:.1f}"
-    return settings, [told, *([change] if change else [])]
+    return settings, [f"memory: about {about}; the device has {available / GIB:.1f}", *filter(None, [change])]
 
 
 # ------------------------------------------------------- before anything is loaded

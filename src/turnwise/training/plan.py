@@ -275,7 +275,7 @@ def environment_class(settings: Settings) -> type:
 def episode_pool(settings: Settings) -> HostPool | None:
     """Where episodes play: in actors of the run's cluster, in processes of this machine, or None: in this process."""
     if settings.cluster.environments and "ray" in sys.modules:
-        from turnwise.training.cluster.environment_pool import pool_of_learner  # late: imports ray
+        from turnwise.training.cluster.directory import pool_of_learner  # late: imports ray
 
         if (pool := pool_of_learner()) is not None:
             return pool

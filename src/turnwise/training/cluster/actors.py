@@ -34,8 +34,8 @@ from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of
 from turnwise.store.atomic import write_json
 from turnwise.store.rundir import RunDir
+from turnwise.training.cluster import ENVIRONMENT, GENERATOR
 from turnwise.training.cluster.directory import find_actors
-from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR
 from turnwise.training.interrupt import RunStopped, StopSignals
 
 NEWS_SECONDS = 0.5  # for which a question for news waits for some
@@ -89,10 +89,8 @@ class EnvironmentActor:
 
     def __init__(self, folder: str, name: str) -> None:
         enter(folder)
-        with contextlib.suppress(
-            Exception
-        ):  # an import may take long and counts for no call; the first episode reports a fault
-            environments.load(name)
+        with contextlib.suppress(Exception):  # the first episode reports a fault
+            environments.load(name)  # now, because an import may take long and would count for a call
         self.worker = EpisodeWorker()
 
     async def answer(self, request: str) -> str:
@@ -112,7 +110,7 @@ class LearnerNews:
 
     life: str
     events: Sequence[tuple[str, Mapping[str, Any]]]
-    known: int  # events of this life so far
+    happened: int  # events of this life so far
     ended: bool = False
     summary: Mapping[str, Any] | None = None
     fault: bytes = b""  # the pickled error that ended the run
@@ -169,15 +167,15 @@ class LearnerActor:
         remove_helpers(name.partition("@")[2])  # no driver is left to do it
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def news(self, life: str, known: int) -> LearnerNews:
-        """The events after the first ``known`` ones of this life, as far as they are kept."""
+    def news(self, life: str, heard: int) -> LearnerNews:
+        """The events after the first ``heard`` ones of this life, as far as they are kept."""
         with self._changed:
-            known = known if life == self.life else 0
-            if self._happened <= known and not self._ended:
+            heard = heard if life == self.life else 0
+            if self._happened <= heard and not self._ended:
                 self._changed.wait(NEWS_SECONDS)
             self._asked, self._fetched = time.monotonic(), self._happened
             self._changed.notify_all()
-            new = list(self._events)[max(0, len(self._events) - (self._happened - known)) :]
+            new = list(self._events)[max(0, len(self._events) - (self._happened - heard)) :]
             return LearnerNews(self.life, new, self._happened, self._ended, self._summary, self._fault)
 
     def stop(self, number: int) -> None:

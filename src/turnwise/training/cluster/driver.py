@@ -13,7 +13,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from turnwise.core.protocols import Listener
 from turnwise.errors import ServerFault, SettingError
 from turnwise.store.atomic import read_object, write_json
 from turnwise.store.rundir import RunDir
+from turnwise.training.cluster import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
 from turnwise.training.cluster.actors import EnvironmentActor, GeneratorActor, LearnerActor, LearnerNews, remove_helpers
 from turnwise.training.cluster.directory import find_actors
-from turnwise.training.cluster.names import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, actor_name, run_key
 from turnwise.training.interrupt import StopSignals
 from turnwise.training.refusals import answers
 from turnwise.training.watch import RunEvents
@@ -184,9 +184,8 @@ class ClusterRun:
         return group
 
     def _generator(self, number: int, place: Any) -> Any:
-        where: Any = (
-            "SPREAD" if self.options.placement == "spread" else "DEFAULT"
-        )  # one more than places were reserved for
+        # "SPREAD" and "DEFAULT" are for one more than places were reserved for
+        where: Any = "SPREAD" if self.options.placement == "spread" else "DEFAULT"
         if place is not None and number < place.bundle_count:
             where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=number)
         return self._make(
@@ -215,13 +214,13 @@ class ClusterRun:
 
     def watch(self, stop: StopSignals) -> dict[str, Any]:
         """Pass on what the learner tells, until the run ends. Raises what ended it."""
-        life, known, told_stop, absent = "", 0, False, False
+        life, heard, told_stop, absent = "", 0, False, False
         while True:
             if stop.received and not told_stop:
                 self.learner.stop.remote(stop.received)
                 told_stop = True
             try:
-                news: LearnerNews = ray.get(self.learner.news.remote(life, known), timeout=NEWS_SECONDS)
+                news: LearnerNews = ray.get(self.learner.news.remote(life, heard), timeout=NEWS_SECONDS)
             except ActorDiedError as death:
                 # the summary, if the learner ended after it wrote it: another driver may have removed it
                 if self.run_dir.summary.is_file():
@@ -229,7 +228,7 @@ class ClusterRun:
                 raise ServerFault(
                     f"the learner is gone and is not started again ({' '.join(str(death).split())[:300]}); `turnwise resume "
                     f"{self.run_dir.path}` continues the run"
-                )
+                ) from None
             except GetTimeoutError:  # busy, or still being started again
                 continue
             except (ActorUnavailableError, RayActorError):
@@ -240,12 +239,15 @@ class ClusterRun:
                 continue
             absent = False
             self._refuse_failed_start()
-            life, known = news.life, news.known
+            life, heard = news.life, news.happened
             for event, facts in news.events:
                 self.events.listen(event, facts)
             if news.ended:
                 self.owner = True
-                return _outcome(news)
+                if news.fault:
+                    raise pickle.loads(news.fault)
+                assert news.summary is not None
+                return dict(news.summary)
 
     def _refuse_failed_start(self) -> None:
         """Raise what kept a generator from starting. One that dies later is restarted."""
@@ -260,11 +262,3 @@ class ClusterRun:
                 raise SettingError(f"a generator of the cluster could not be started: {reason}") from None
             except RayError:  # it was killed meanwhile, and is started again
                 continue
-
-
-def _outcome(news: LearnerNews) -> dict[str, Any]:
-    if news.fault:
-        raise pickle.loads(news.fault)
-    summary: Mapping[str, Any] | None = news.summary
-    assert summary is not None
-    return dict(summary)
