@@ -330,9 +330,9 @@ def test_a_run_directory_is_served_with_the_option(rows):
 )
 def test_a_server_with_another_layout_is_refused(kind, theirs, words):
     replica = SimpleNamespace(kind=kind, url="http://127.0.0.1:1", facts={"cache": theirs})
-    remote_generators._compare_cache(Settings(model="a/b"), replica)
+    assert not remote_generators._other_cache(Settings(model="a/b"), replica)
     if not words:
-        remote_generators._compare_cache(Settings(model="a/b,cache=pages"), replica)
+        remote_generators._refuse(replica, remote_generators._other_cache(Settings(model="a/b,cache=pages"), replica))
         return
     with pytest.raises(SettingError, match=words):
-        remote_generators._compare_cache(Settings(model="a/b,cache=pages"), replica)
+        remote_generators._refuse(replica, remote_generators._other_cache(Settings(model="a/b,cache=pages"), replica))

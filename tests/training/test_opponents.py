@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.agent_runs import SMALL, same, weights
 
+from turnwise.config.settings import Settings
 from turnwise.config.values import Opponents
 from turnwise.core.records import Completion, Sampling, Stop, Task
 from turnwise.engines.generator.paired_generators import OpponentPool
@@ -21,7 +22,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.store.checkpoint import load_checkpoint
 from turnwise.store.ledger import SqliteLedger
 from turnwise.training import api
-from turnwise.training.build import byte_tokenizer, own_seat
+from turnwise.training.build import byte_tokenizer, seat_plan
 
 GAME = {**SMALL, "cold_steps": 1, "cold_demos": 8, "steps": 4, "checkpoint_every": 1, "max_tokens": 6, "eval_tasks": 0}
 GAME |= {"lr": 3e-3, "schedule": "constant", "warmup": 0, "env": "support.two_seats:Longer", "group_size": 4}
@@ -81,8 +82,10 @@ def test_success_is_that_of_the_policys_own_seat():
 
 def test_all_episodes_of_a_task_have_the_same_seat_and_tasks_have_both():
     nim = load("nim")
-    seats = [own_seat(nim, Task("nim", seed)) for seed in range(40)]
-    assert set(seats) == set(nim.agents) and own_seat(nim, Task("nim", 3)) == seats[3]
+    plan = seat_plan(Settings(env="nim", opponents="scripted:random"), nim, None, None)
+    seat = lambda number: plan("0.0", Task("nim", number), nim(), None).own  # noqa: E731
+    seats = [seat(number) for number in range(40)]
+    assert set(seats) == set(nim.agents) and seat(3) == seats[3]
 
 
 def weight(version):

@@ -18,7 +18,6 @@ from turnwise.core.records import Facts, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.engines.experts import free_routing
 from turnwise.engines.generator.paired_generators import SelfPlayGenerator
-from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.policy_metrics import exact_metrics, reranked
 from turnwise.models import loading
@@ -28,11 +27,11 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.episode_start import OtherSeats
 from turnwise.rollout.guidance.support import SupportResolver
-from turnwise.rollout.renderer import CHATML, Renderer
+from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
 from turnwise.training.agents import agent_play
 from turnwise.training.interrupt import run_async
-from turnwise.training.plan import EnvSpec
+from turnwise.training.plan import EnvSpec, read_template
 
 transformers_logging.disable_progress_bar()  # our own progress display is enough
 SeatPlan = Callable[[str, Task, Any, Session], OtherSeats]  # of key, task, environment and the policy's session
@@ -52,7 +51,7 @@ def load_tokenizer(settings: Settings, env_spec: EnvSpec, path: Path | None = No
     source = str(path or resolve((settings.teacher if settings.model.tiny else settings.model).name))
     tokenizer = loading.load_tokenizer(source)
     if settings.template:
-        tokenizer.chat_template = _template(settings.template)
+        tokenizer.chat_template = read_template(settings.template)
     return tokenizer
 
 
@@ -64,14 +63,6 @@ def make_renderer(settings: Settings, tokenizer: Any) -> Renderer:
 def byte_tokenizer() -> Any:
     """A lossless tokenizer of plain bytes: enough for scripted policies, which speak text."""
     return tiny_tokenizer([], 300)
-
-
-def _template(name: str) -> str:
-    if name == "chatml":
-        return CHATML
-    if not Path(name).is_file():
-        raise SettingError(f"no chat template {name!r}; write chatml or the path of a .jinja file")
-    return Path(name).read_text(encoding="utf-8")
 
 
 def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
@@ -87,11 +78,9 @@ def tokenizer_corpus(env_spec: EnvSpec) -> list[str]:
         return [m["content"] for m in messages]
 
     async def play() -> list[str]:
-        texts: list[str] = []
-        for i in range(0, CORPUS, CORPUS_WAVE):  # in order, so that the tokenizer does not depend on who finishes first
-            for dialogue in await asyncio.gather(*map(play_one, range(i, min(CORPUS, i + CORPUS_WAVE)))):
-                texts += dialogue
-        return texts
+        # `gather` answers in order, so that the tokenizer does not depend on who finishes first
+        waves = [range(i, min(CORPUS, i + CORPUS_WAVE)) for i in range(0, CORPUS, CORPUS_WAVE)]
+        return [text for wave in waves for texts in await asyncio.gather(*map(play_one, wave)) for text in texts]
 
     tool_names = " ".join(tool["function"]["name"] for tool in env_spec.tools)
     return [*run_async(play()), *[tool_names] * CORPUS]
@@ -124,30 +113,22 @@ def sampling_settings(settings: Settings, temperature: float | None = None) -> S
     )
 
 
-def own_seat(env_class: type, task: Task) -> str:
-    """The policy's seat in the episodes of a task."""
-    seats: tuple[str, ...] = tuple(getattr(env_class, "agents", ()))
-    return seats[stable_seed("seat", task.key) % len(seats)]
-
-
 def seat_plan(settings: Settings, env_class: type, renderer: Renderer, generator: Any) -> SeatPlan | None:
     """Who plays the other seats of an episode, by the setting ``opponents``; None: the policy plays all of them. Its own seat
     follows from the task, so all episodes of a group have the same one. In evaluations the policy plays every seat."""
-    opponents = settings.opponents
+    opponents, seats = settings.opponents, tuple(getattr(env_class, "agents", ()))
 
-    def past(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
-        assert isinstance(generator, SelfPlayGenerator)
-        seat = own_seat(env_class, task)
-        facts: Facts = {"seat": seat, "opponent": float(generator.opponents.version)}
-        return OtherSeats(seat, generator.open_opponent(session), facts)
-
-    def scripted(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
+    def plan(key: str, task: Task, environment: Any, session: Session) -> OtherSeats:
+        seat: str = seats[stable_seed("seat", task.key) % len(seats)]
+        if opponents.kind == "past":
+            assert isinstance(generator, SelfPlayGenerator)
+            facts: Facts = {"seat": seat, "opponent": float(generator.opponents.version)}
+            return OtherSeats(seat, generator.open_opponent(session), facts)
         act = scripted_policy(opponents.scripted, environment, stable_seed("opponent", task.key, key))
         plays = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
-        seat = own_seat(env_class, task)
         return OtherSeats(seat, plays, {"seat": seat, "opponent": opponents.scripted})
 
-    return {"self": None, "past": past, "scripted": scripted}[opponents.kind]
+    return None if opponents.kind == "self" else plan
 
 
 def make_play(
@@ -159,13 +140,11 @@ def make_play(
 ) -> Any:
     """A ``EpisodeRunner``: one episode of one task with one session. ``record_masked`` also records each prompt with its latest
     observation masked. ``seats`` says who plays those that are not the policy's."""
-
     limits, s = env_spec.limits, env_spec.settings
     if env_spec.agent is not None:
         return agent_play(
             env_spec.try_make, env_spec.agent, renderer, sampling, limits, s.agent_seconds, env_spec.columns
         )
-
     resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools)
 
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
@@ -182,7 +161,7 @@ def make_play(
             key, task, env, session, renderer, sampling, limits, temperature_scale, record_masked, **more
         ).run()
 
-    return partial(play)
+    return play
 
 
 def make_evaluator(

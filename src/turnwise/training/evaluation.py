@@ -18,8 +18,7 @@ from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
-from turnwise.engines.remote.http import ServerAddress
+from turnwise.engines.remote.chat_server import ChatServer
 from turnwise.environments.base import overrides
 from turnwise.errors import SettingError
 from turnwise.evaluation.evaluator import Evaluation, evaluate, scored
@@ -32,14 +31,13 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 from turnwise.training.plan import EnvSpec, resolve_settings
 from turnwise.training.refusals import check_device, check_model_name
-from turnwise.training.rewards import CACHE, Decode, chained, check_reachable, open_judge, open_scorer
+from turnwise.training.rewards import CACHE, Decode, chained, chat_server, check_reachable, open_judge, open_scorer
 from turnwise.training.watch import silent
 
 SPLITS = ("held_out", "train")
 SHARED = ("env", "difficulty", "seed", "eval_tasks", "eval_samples", "eval_temperature", "max_turns", "env_seconds")
-MAX_TOKENS = (
-    1024  # of a served model's turn where the user gives none: an environment suggests what suits the tiny model
-)
+# of a served model's turn where the user gives none: an environment suggests what suits the tiny model
+MAX_TOKENS = 1024
 STAGE = "evaluate"
 
 
@@ -59,15 +57,9 @@ class ServedPolicy:
         if self.parallel < 1:
             raise SettingError(f"--policy-parallel is {self.parallel}; write at least 1")
 
-    async def connect(self, listen: Listener) -> ChatServer:
-        """The server, after it was reached and the model to ask was found."""
-        address = ServerAddress.read(self.url, self.key_variable, "policy")
-        model = await find_model(address, self.model, "policy")
-
-        def tell(text: str) -> None:
-            listen("message", {"level": "warning", "text": text})
-
-        return ChatServer(address, model, RetryPolicy(self.seconds), self.parallel, tell)
+    def connect(self, listen: Listener) -> Coroutine[Any, Any, ChatServer]:
+        p = self
+        return chat_server("policy", p.url, p.key_variable, p.model, p.seconds, p.parallel, listen)
 
 
 def evaluate_policy(
@@ -94,10 +86,8 @@ def evaluate_policy(
     except RunStopped as stopped:
         raise RunStopped(stopped.number, _stopped_message(run, player, save)) from None
     summary = {"who": who, "environment": settings.env, "split": split, **evaluation.summary(settings.seed)}
-    failed = Counter(t.reason for row in evaluation.trajectories for t in row if t.status == Status.FAILED).most_common(
-        5
-    )
-    if failed:
+    reasons = Counter(t.reason for row in evaluation.trajectories for t in row if t.status == Status.FAILED)
+    if failed := reasons.most_common(5):
         notes = [f"{count} episodes failed: {reason}" for reason, count in failed[:2]] + ["..."] * (len(failed) > 2)
         summary["failures"] = dict(failed)  # the most frequent reason first
         summary["note"] = "; ".join([*filter(None, [summary.get("note", "")]), *notes])
@@ -188,9 +178,9 @@ def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None,
     local = engines.make_local_generator(s, model, renderer, dialogues=1, cache=sampling_cache(s, model))
     generator, policy = engines.make_policy_judge(s, local, model, renderer)
     with _scorers(env_spec, renderer.decode, policy, run, listen) as scorer:
-        learner = (
-            engines.make_cold_start_learner(s, model, 1) if overrides(env_spec.env_class, "policy_questions") else None
-        )
+        learner = None
+        if overrides(env_spec.env_class, "policy_questions"):  # it measures probabilities, which a learner computes
+            learner = engines.make_cold_start_learner(s, model, 1)
         return run_async(build.make_evaluator(env_spec, renderer, generator, scorer, learner).run(split))
 
 

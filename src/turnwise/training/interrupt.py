@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -73,12 +73,7 @@ class StopSignals:
 
     def run_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
         """``asyncio.run``; after a signal, without asyncio's reports of the tasks that the stop left unfinished."""
-
         return run_async(work, lambda: bool(self.received))
-
-    def raise_if_received(self) -> None:
-        if self.received:
-            raise RunStopped(self.received)
 
     def request(self, number: int) -> None:
         """As if the signal had come, for a run in ``run_in_thread``; another process allows it time and ends it."""
@@ -109,14 +104,13 @@ class StopSignals:
         """Call ``work`` in a thread of its own and wait for it; meanwhile this thread handles the signals for it.
 
         For callers inside a running event loop, such as a cell of a notebook: a second loop cannot run in their thread."""
-        outcome: list[Callable[[], Result]] = []
+        outcome: Future[Result] = Future()
 
         def call() -> None:
             try:
-                value = work()
-                outcome.append(lambda: value)
+                outcome.set_result(work())
             except BaseException as fault:
-                outcome.append(functools.partial(_raise, fault))
+                outcome.set_exception(fault)
 
         self._worker = threading.Thread(target=call, name="turnwise")
         try:
@@ -126,9 +120,9 @@ class StopSignals:
                     self._worker.join(0.1)  # short, so that this thread receives signals
         finally:
             self._worker = None
-        if not outcome:  # interrupted before it began
+        if not outcome.done():  # interrupted before it began
             raise RunStopped(self.received)
-        return outcome[0]()
+        return outcome.result()
 
 
 def run_async(work: Coroutine[Any, Any, Result], stopped: Callable[[], bool] = lambda: False) -> Result:
@@ -171,10 +165,6 @@ def leave(code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _raise(fault: BaseException) -> Any:
-    raise fault
 
 
 def in_event_loop() -> bool:

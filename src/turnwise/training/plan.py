@@ -47,7 +47,7 @@ from turnwise.models.facts import ModelFacts, read_model_facts
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.spec import parse_rewards
 from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
-from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.store.shared_pool import SharedPool
 from turnwise.tasks.task_source import TaskList, TaskStream
@@ -563,6 +563,15 @@ def read_rubric(text: str) -> str:
     if not words:
         raise SettingError(f"the rubric {text!r} is empty; write what the judge should look for")
     return words
+
+
+def read_template(name: str) -> str:
+    """The chat template that ``--template`` names; refuses a file that is none."""
+    if name == "chatml":
+        return CHATML
+    if not Path(name).is_file():
+        raise SettingError(f"no chat template {name!r}; write chatml or the path of a .jinja file")
+    return Path(name).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------- the data

@@ -43,7 +43,7 @@ from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independe
 from turnwise.serve.server import require_packages
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
-from turnwise.training.plan import OWN, RunPlan, has_gpu, required_by
+from turnwise.training.plan import OWN, RunPlan, has_gpu, read_template, required_by
 from turnwise.training.remote_generators import check_generators
 from turnwise.training.rewards import check_judge, check_reward_functions
 
@@ -55,7 +55,6 @@ Provides = Callable[[type], bool]
 
 FOUR_BIT = "nf4"
 TRACKERS = ("tensorboard", *SERVICES)
-TEMPLATES = ("chatml",)
 DEVICES = r"auto|(cpu|cuda|mps|xpu)(:\d+)?"
 RANKS_PER_CORE = 4  # a few too many serve to try something out
 FLAGS = {  # requirements that a flag provides
@@ -185,8 +184,8 @@ def _models(plan: RunPlan) -> Iterator[str]:
     if s.teacher.cache:
         yield "the teacher samples nothing, so it has no KV cache; write cache= after --model"
     check_name(s.tool_syntax)
-    if s.template and s.template not in TEMPLATES and not Path(s.template).is_file():
-        yield f"no chat template {s.template!r}; write chatml or the path of a .jinja file"
+    if s.template:
+        read_template(s.template)
 
 
 def check_device(name: str) -> None:

@@ -37,22 +37,15 @@ SENTENCE = "Three apples cost 2.50 dollars; how much do 12 cost?\n"
 
 def make_replicas(settings: Settings) -> list[Replica]:
     """The servers that the settings name. Refuses addresses that are none, or that occur twice."""
-    client = _client_name(settings)
-    # the address without the /v1 that other clients of such a server are given
-    addresses = [
-        ServerAddress.read(
-            (url.removesuffix("/").removesuffix("/v1") if "://" in url and url.partition("://")[2].strip("/") else url),
-            settings.generator_key_env,
-            "generator",
-            ", or local",
-            path="",
-        )
-        for url in settings.generator
-    ]
+    client, backend = _client_name(settings), weight_backend(settings)
+    addresses = []
+    for url in settings.generator:
+        if "://" in url and url.partition("://")[2].strip("/"):
+            url = url.removesuffix("/").removesuffix("/v1")  # which other clients of such a server are given
+        addresses.append(ServerAddress.read(url, settings.generator_key_env, "generator", ", or local", path=""))
     urls = [address.url for address in addresses]
     if twice := next((url for url in urls if urls.count(url) > 1), ""):
         raise SettingError(f"--generator names {twice} twice; name every server once")
-    backend = weight_backend(settings)
     replicas = [Replica(address, client, settings.generator_seconds, backend) for address in addresses]
     for replica in replicas:
         replica.run = str((Path(settings.out) / settings.name).resolve()) if settings.name else ""
@@ -75,147 +68,141 @@ def _client_name(settings: Settings) -> str:
 def check_generators(settings: Settings, on_gpu: bool = False) -> None:
     """Refuse servers that are not there, that want another token, or that plainly have another model. ``on_gpu``: whether the
     run may learn on a GPU."""
-    urls = [address for address in settings.generator if address not in OWN_PROCESS]
+    urls, wrong = [address for address in settings.generator if address not in OWN_PROCESS], ""
     if (backend := weight_backend(settings)) != FILES:
         check_device_weights(backend, urls, settings.ranks, on_gpu)
     elif settings.generator_weights and not urls and not settings.cluster:
-        raise SettingError(
-            f"--generator-weights {settings.generator_weights} is a folder for servers, and --generator names none; name one "
+        wrong = (
+            f"-weights {settings.generator_weights} is a folder for servers, and --generator names none; name one "
             '(--generator http://HOST:PORT), or write --generator-weights ""'
         )
-    if not settings.generator:
-        return
-    if settings.opponents.kind == "past":
-        raise SettingError(
-            "--generator cannot sample for older policies; write --opponents self, or leave --generator out"
-        )
-
-    if settings.generator == OWN_PROCESS:
-        return
-    if set(OWN_PROCESS) & set(settings.generator):
-        raise SettingError(
-            "--generator local is a process of this run and cannot be mixed with servers; name one or the other"
-        )
+    if settings.generator and settings.opponents.kind == "past":
+        wrong = wrong or " cannot sample for older policies; write --opponents self, or leave --generator out"
+    if urls and len(urls) < len(settings.generator):
+        wrong = wrong or " local is a process of this run and cannot be mixed with servers; name one or the other"
+    if wrong:
+        raise SettingError(f"--generator{wrong}")
 
     async def ask() -> None:
         for replica in make_replicas(settings):
             await replica.identify()
             replica.refuse_backend()
-            _compare_cache(settings, replica)
-            _compare_files(settings, replica)
-            _compare_context(settings, replica)
-            await _compare_sampling(settings, replica)
+            for compare in (_other_cache, _other_model, _short_context):
+                _refuse(replica, compare(settings, replica))
+            _refuse(replica, await _other_sampling(settings, replica))
 
-    run_async(ask())
+    if urls:
+        run_async(ask())
 
 
-def _compare_cache(settings: Settings, replica: Replica) -> None:
-    """Refuse a layout of the KV cache that the server does not have: it was chosen when the server was started."""
-    wanted = settings.model.cache
+def _refuse(replica: Replica, what: str) -> None:
+    """Each comparison below says what is wrong with a server, and what to write instead; nothing where it fits."""
+    if what:
+        raise SettingError(f"--generator {replica.url}{what}")
+
+
+def _other_cache(settings: Settings, replica: Replica) -> str:
+    """A layout of the KV cache that the server does not have: it was chosen when the server was started."""
+    wanted, name = settings.model.cache, settings.model.name
     if not wanted or (replica.kind == OURS and replica.facts.get("cache") == wanted):
-        return
-    name = settings.model.name
+        return ""
     if replica.kind == VLLM:
-        raise SettingError(
-            f"--generator {replica.url} is vLLM, whose KV cache a run cannot lay out; leave cache={wanted} out: --model {name}"
-        )
-    raise SettingError(
-        f"--generator {replica.url} was not started with cache={wanted}; start it with turnwise serve {name},cache={wanted}, or "
-        f"let it choose: --model {name}"
+        return f" is vLLM, whose KV cache a run cannot lay out; leave cache={wanted} out: --model {name}"
+    start = f"start it with turnwise serve {name},cache={wanted}, or let it choose: --model {name}"
+    return f" was not started with cache={wanted}; {start}"
+
+
+def _short_context(settings: Settings, replica: Replica) -> str:
+    """A server that reads fewer ids than a dialogue of the run may have: attaching to it would fail, after the cold start."""
+    offered = replica.facts.get("offered") or {}
+    longest = replica.facts.get("max_model_len") if replica.kind == VLLM else offered.get("context")
+    if not isinstance(longest, int) or longest >= settings.context:
+        return ""
+    start = "vLLM with --max-model-len" if replica.kind == VLLM else "the server with --context"
+    return (
+        f": it reads {longest} ids, and the run needs {settings.context}; write --context {longest}, or start {start} "
+        f"{settings.context}"
     )
 
 
-def _compare_context(settings: Settings, replica: Replica) -> None:
-    """Refuse a server that reads fewer ids than a dialogue of the run may have: attaching to it would, after the cold start."""
-    offered = replica.facts.get("offered") or {}
-    longest = replica.facts.get("max_model_len") if replica.kind == VLLM else offered.get("context")
-    if isinstance(longest, int) and longest < settings.context:
-        start = "vLLM with --max-model-len" if replica.kind == VLLM else "the server with --context"
-        raise SettingError(
-            f"--generator {replica.url}: it reads {longest} ids, and the run needs {settings.context}; write --context {longest}"
-            f", or start {start} {settings.context}"
-        )
-
-
-async def _compare_sampling(settings: Settings, replica: Replica) -> None:
-    """Refuse a vLLM server whose log-probabilities are not those of what the run samples from: that is an option of its start."""
+async def _other_sampling(settings: Settings, replica: Replica) -> str:
+    """A vLLM server whose log-probabilities are not those of what the run samples from: that is an option of its start."""
     if replica.kind != VLLM:
-        return
-    s, door = settings, f"--generator {replica.url} is vLLM"
-    filtered = bool(s.top_p != 1 or s.top_k or s.min_p)
+        return ""
+    s, filtered = settings, bool(settings.top_p != 1 or settings.top_k or settings.min_p)
     try:
         answers = await replica.examine_sampling()
     except ServerFault as fault:
-        raise SettingError(f"--generator {replica.url}: {fault}") from None
+        return f": {fault}"
     if replica.reported is Reported.WITH_MASK and not filtered:
-        raise SettingError(
-            f"{door} with --return-sampling-mask, and would list the whole vocabulary with every token of a run without "
+        return (
+            " is vLLM with --return-sampling-mask, and would list the whole vocabulary with every token of a run without "
             "filters; start it without that option, or write --top-k, --top-p or --min-p"
         )
     if s.temperature == 1 and not filtered:
-        return
+        return ""
     if not answers:
-        raise SettingError(
-            f"{door} and paused, as a run leaves it that is killed while it publishes; write: curl -X POST {replica.url}/resume"
-        )
+        left = "as a run leaves it that is killed while it publishes"
+        return f" is vLLM and paused, {left}; write: curl -X POST {replica.url}/resume"
     if s.temperature == 0:
-        raise SettingError(
-            f"{door}, which reports no log-probabilities of greedy tokens; write a positive --temperature"
-        )
+        return " is vLLM, which reports no log-probabilities of greedy tokens; write a positive --temperature"
     if filtered and replica.reported is not Reported.WITH_MASK:
-        raise SettingError(
-            f"{door}, and does not say which ids --top-p, --top-k and --min-p keep, so ratios would not be exact; start it with "
+        return (
+            " is vLLM, and does not say which ids --top-p, --top-k and --min-p keep, so ratios would not be exact; start it with "
             f"{MASK_OPTIONS}, leave these settings out, or use `turnwise serve`"
         )
     if replica.reported is Reported.RAW:
-        raise SettingError(
-            f"{door}, whose log-probabilities are {replica.reported.value}, and the run has --temperature {s.temperature:g}; "
+        return (
+            f" is vLLM, whose log-probabilities are {replica.reported.value}, and the run has --temperature {s.temperature:g}; "
             "start it with --logprobs-mode processed_logprobs, or write --temperature 1"
         )
+    return ""
 
 
-def _compare_files(settings: Settings, replica: Replica) -> None:
-    """Compare what the files of the model say with what the server says."""
+def _other_model(settings: Settings, replica: Replica) -> str:
+    """What the files of the model say otherwise than the server."""
     theirs = replica.facts
     if replica.kind == VLLM:
-        return
+        return ""
     if settings.model.tiny:
         made = theirs.get("tiny") or {}
-        ours = json.loads(json.dumps({name: getattr(settings, name) for name in OF_TINY[:-1]}))
-        differing = [name for name in ours if name in made and made[name] != ours[name]]
-        if differing:
-            name = differing[0]
-            values = {key: ours[key] for key in ("env", name)}
-            words = [
-                f"--{k.replace('_', '-')} {','.join(map(str, v)) if isinstance(v, list) else v}"
-                for k, v in values.items()
-            ]
-            raise SettingError(
-                f"--generator {replica.url} serves a tiny model with {name} {made[name]!r}, and the run has {ours[name]!r}; "
-                f"start it with the run's settings: turnwise serve tiny {' '.join(words)}"
-            )
-        return
+        ours = json.loads(
+            json.dumps({name: getattr(settings, name) for name in OF_TINY[:-1]})
+        )  # as JSON has it: no tuples
+        name = next((name for name in ours if name in made and made[name] != ours[name]), "")
+        texts = {
+            key: ",".join(map(str, v)) if isinstance(v, list) else v for key, v in ours.items() if key in ("env", name)
+        }
+        words = " ".join(f"--{key.replace('_', '-')} {text}" for key, text in texts.items())
+        return name and (
+            f" serves a tiny model with {name} {made[name]!r}, and the run has {ours[name]!r}; start it with the run's settings: "
+            f"turnwise serve tiny {words}"
+        )
     folder = Path(resolve(settings.model.name))
     ours, config = _json(folder / "config.json"), theirs.get("config") or {}
     for name in COMPARED:
         if name in ours and name in config and ours[name] != config[name]:
-            raise SettingError(
-                f"--generator {replica.url} serves {replica.model} with {name} {config[name]}, and {settings.model} has "
-                f"{ours[name]}; start it with the run's model: turnwise serve {settings.model}"
+            return (
+                f" serves {replica.model} with {name} {config[name]}, and {settings.model} has {ours[name]}; start it with the "
+                f"run's model: turnwise serve {settings.model}"
             )
-    vocabulary = _file_vocabulary(_json(folder / "tokenizer.json"))
-    if vocabulary:
-        _compare_vocabulary(settings, replica, vocabulary)
+    tokenizer = _json(folder / "tokenizer.json")
+    listed = (tokenizer.get("model") or {}).get("vocab")
+    if not isinstance(listed, dict) or not listed:
+        return ""  # a kind of tokenizer that does not list its vocabulary by name
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return _other_vocabulary(settings, replica, {**listed, **added})
 
 
-def _compare_vocabulary(settings: Settings, replica: Replica, vocabulary: Mapping[str, int]) -> None:
+def _other_vocabulary(settings: Settings, replica: Replica, vocabulary: Mapping[str, int]) -> str:
     theirs = replica.facts.get("tokenizer")
-    if theirs and theirs != vocabulary_digest(vocabulary):
-        raise SettingError(
-            f"--generator {replica.url} serves {replica.model}, whose tokenizer differs from that of {settings.model}: the same "
-            f"ids would be other texts; start it with the run's model: turnwise serve {settings.model}"
-            + (f" --env {settings.env}" if settings.model.tiny else "")
-        )
+    if not theirs or theirs == vocabulary_digest(vocabulary):
+        return ""
+    return (
+        f" serves {replica.model}, whose tokenizer differs from that of {settings.model}: the same ids would be other texts; "
+        f"start it with the run's model: turnwise serve {settings.model}"
+        + (f" --env {settings.env}" if settings.model.tiny else "")
+    )
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
@@ -230,14 +217,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _file_vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """The vocabulary of a tokenizer.json; empty for kinds that do not list it by name."""
-    listed = (tokenizer.get("model") or {}).get("vocab")
-    if not isinstance(listed, dict):
-        return {}
-    return {**listed, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}}
 
 
 # -------------------------------------------------------------------- factory
@@ -284,25 +263,21 @@ def make_remote_generator(
         for replica in generator.replicas:
             replica.device_weights = DeviceWeights(backend, device, turn)
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-
     gone = dict[Replica, str]()
 
     async def connect() -> None:
         for replica in generator.replicas:
             if reason := await _why_gone(replica):
                 gone[replica] = reason
-                continue
-            if replica.kind == OURS:
-                _compare_vocabulary(settings, replica, vocabulary)
+            elif replica.kind == OURS:
+                _refuse(replica, _other_vocabulary(settings, replica, vocabulary))
                 theirs = replica.facts.get("weights") or {}
-                for name in sorted({*shapes, *theirs}):
-                    if shapes.get(name) != theirs.get(name):
-                        raise SettingError(
-                            f"--generator {replica.url} serves {replica.model}, which is another model: its weight {name} has the shape "
-                            f"{theirs.get(name)}, the run's {shapes.get(name)}"
-                        )
+                for name in sorted(name for name in {*shapes, *theirs} if shapes.get(name) != theirs.get(name)):
+                    other = f"its weight {name} has the shape {theirs.get(name)}, the run's {shapes.get(name)}"
+                    _refuse(replica, f" serves {replica.model}, which is another model: {other}")
             else:
-                await _check_vllm(settings, replica, renderer)
+                _refuse(replica, await _other_sampling(settings, replica) or _short_context(settings, replica))
+                _refuse(replica, await _other_ids(settings, replica, renderer))
         await generator.attach(gone)
 
     run_async(connect())
@@ -320,20 +295,15 @@ async def _why_gone(replica: Replica) -> str:
     return ""
 
 
-async def _check_vllm(settings: Settings, replica: Replica, renderer: Renderer) -> None:
-    """Refuse what vLLM does not report, and another tokenizer or a shorter context."""
-    s = settings
-    await _compare_sampling(s, replica)
-    _compare_context(s, replica)
+async def _other_ids(settings: Settings, replica: Replica, renderer: Renderer) -> str:
+    """A vLLM server lists no vocabulary: a sentence shows whether its tokenizer is another one."""
     try:
         body = {"model": replica.model, "prompt": SENTENCE, "add_special_tokens": False}
-        reply = await replica.pool.call("/tokenize", body, 10.0)
+        value = (await replica.pool.call("/tokenize", body, 10.0)).json()
     except ServerFault as fault:
-        raise SettingError(f"--generator {replica.url}: {fault}") from None
-    value = reply.json()
+        return f": {fault}"
     tokens = value.get("tokens") if isinstance(value, dict) else None
-    if isinstance(tokens, list) and tokens != renderer.encode(SENTENCE):
-        raise SettingError(
-            f"--generator {replica.url} serves {replica.model}, whose tokenizer gives other ids than that of {s.model}; start it "
-            "with the run's model"
-        )
+    if not isinstance(tokens, list) or tokens == renderer.encode(SENTENCE):
+        return ""
+    ids = f"whose tokenizer gives other ids than that of {settings.model}"
+    return f" serves {replica.model}, {ids}; start it with the run's model"

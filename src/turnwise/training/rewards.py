@@ -145,14 +145,19 @@ def _is_served(settings: Settings) -> bool:
 
 
 async def connect(settings: Settings, listen: Listener) -> ChatServer:
-    """The served judge of a run, reached and with the model to ask."""
-    address = ServerAddress.read(settings.judge, settings.judge_key_env, "judge")
-    model = await find_model(address, settings.judge_model, "judge")
+    """The served judge of a run."""
+    s = settings
+    return await chat_server("judge", s.judge, s.judge_key_env, s.judge_model, s.judge_seconds, PARALLEL, listen)
 
-    def tell(text: str) -> None:
-        listen("message", {"level": "warning", "text": text})
 
-    return ChatServer(address, model, RetryPolicy(settings.judge_seconds), PARALLEL, tell)
+async def chat_server(
+    who: str, url: str, key_variable: str, model: str, seconds: float, parallel: int, listen: Listener
+) -> ChatServer:
+    """A server after it was reached, with the model to ask. ``key_variable`` names what holds its key."""
+    address = ServerAddress.read(url, key_variable, who)
+    name = await find_model(address, model, who)
+    tell = lambda text: listen("message", {"level": "warning", "text": text})  # noqa: E731
+    return ChatServer(address, name, RetryPolicy(seconds), parallel, tell)
 
 
 @contextlib.contextmanager

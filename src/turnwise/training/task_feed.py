@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Task
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import SettingError
@@ -102,13 +101,10 @@ class TaskFeed:
         sizes = self.budget.sizes([task for _, task in fresh]) if fresh else []
         for (key, task), size in zip(fresh, sizes):
             self.promised[key] = [size, self.budget.max_turns(task)]
-        orders = []
-        for key, task in [*repeated, *fresh]:
-            number = key.split("~")[0]
-            if number not in self.promised:  # issued by a release that stored no promise
-                self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
-            size, max_turns = self.promised[number]
-            orders.append(GroupOrder(key, task, size, max_turns, self.largest))
+        orders = [
+            GroupOrder(key, task, *self.promised[key.split("~")[0]], largest=self.largest)
+            for key, task in [*repeated, *fresh]
+        ]
         if self.budget.rounds:
             wave = BudgetWave(self.budget, [order.task for order in orders])
             orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
@@ -118,21 +114,21 @@ class TaskFeed:
         """Begin to grow a group: the strategy under the guidance, then the later rounds of the budget."""
         if order.max_turns:
             request = replace(request, play=partial(request.play, max_turns=order.max_turns))
-        first = self.guidance.begin(request, strategy)
-        if order.rest is None:
+        first, rest = self.guidance.begin(request, strategy), order.rest
+        if rest is None:
             return first
+        # opened now, in draw order: what a session samples depends on when it was opened
         spare = request.sessions(max(0, order.largest - order.size), MORE)
         park(spare)
-        return self._continued(first, request, spare, order.rest)
 
-    async def _continued(
-        self, first: Coroutine[Any, Any, Group], request: GroupRequest, spare: list[Session], rest: Rest
-    ) -> Group:
-        group = await first
-        count = min(await rest(group), len(spare))
-        close(spare[count:])
-        more = await request.play_all(spare[:count], MORE)
-        return replace(group, trajectories=(*group.trajectories, *more))
+        async def continued() -> Group:
+            group = await first
+            count = min(await rest(group), len(spare))
+            close(spare[count:])
+            more = await request.play_all(spare[:count], MORE)
+            return replace(group, trajectories=(*group.trajectories, *more))
+
+        return continued()
 
     def observe(self, group: Group) -> None:
         """Learn from a finished group, whether it is trained on or not."""
@@ -155,9 +151,6 @@ class TaskFeed:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "sampler" not in state:  # a checkpoint of an older release holds the sampler alone
-            self.sampler.load_state_dict(state)
-            return
         self.sampler.load_state_dict(state["sampler"])
         self.budget.load_state_dict(state["budget"])
         self.guidance.load_state_dict(state["guidance"])

@@ -227,7 +227,8 @@ class Trainer:
                 with self.events.loop_stage(loop), self._profiled(loop), frozen_gc(), self.stop.deferred():
                     self.schedule.begin()
                     await loop.run()
-                self.stop.raise_if_received()
+                if self.stop.received:
+                    raise RunStopped(self.stop.received)
                 after = await self._evaluate(evaluator, "after", learner)
             counts = ledger.group_counts()
         self._export(learner, tokenizer)
@@ -421,13 +422,12 @@ def check_resumed(run_dir: RunDir, plan: RunPlan) -> None:
             if model.given_object:
                 raise
             raise SettingError(
-                f"the run {run_dir.path} has not copied its model yet, and the one that it began with is gone: {model}; put it back "
-                "there, or start a new run with --model"
+                f"the run {run_dir.path} has not copied its model yet, and the one that it began with is gone: {model}; put it "
+                "back there, or start a new run with --model"
             ) from fault
     check_resumed_memory(plan.resolved().settings, plan.recipe, initial)
-    if initial.is_dir() and settings != Settings.of(
-        run_dir.metadata()["settings"]
-    ):  # otherwise nothing will be recorded
+    recorded = Settings.of(run_dir.metadata()["settings"])
+    if initial.is_dir() and settings != recorded:  # otherwise nothing will be recorded
         verify_model(initial)
 
 
