@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.config.files import read_config, render_config
-from turnwise.config.settings import Settings, default_of, type_of
+from turnwise.config.settings import Settings, default_of, setting_type
 from turnwise.errors import SettingError
 
 
@@ -122,7 +122,7 @@ def chosen_settings(draw):
     """Settings with free texts, and numbers that every check accepts."""
     values = {}
     for f in fields(Settings):
-        kind = type_of(f)
+        kind = setting_type(f.name)
         if f.name in FREE_TEXT:
             values[f.name] = draw(texts)
         elif kind is bool:

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise import recipes
 from turnwise.config.convert import convert
-from turnwise.config.settings import Settings, default_of, type_of
+from turnwise.config.settings import Settings, default_of, setting_type
 from turnwise.errors import SettingError
 
 MOST = 118  # with every sub-option of a value: `--cluster local,generators=2` are two settings
@@ -17,7 +17,7 @@ MOST = 118  # with every sub-option of a value: `--cluster local,generators=2` a
 
 def knobs(field) -> list[str]:
     """A setting, or the parts of a value that has parts."""
-    kind = type_of(field)
+    kind = setting_type(field.name)
     return [f"{field.name}.{part.name}" for part in fields(kind)] if is_dataclass(kind) else [field.name]
 
 
@@ -29,7 +29,7 @@ def test_there_are_few_with_every_sub_option_counted():
 
 def test_every_setting_says_what_it_does_and_its_default_fits_its_type():
     assert [f.name for f in fields(Settings) if len(f.metadata["help"]) <= 5] == []
-    assert [f.name for f in fields(Settings) if convert(f.name, default_of(f), type_of(f)) != default_of(f)] == []
+    assert [f.name for f in fields(Settings) if convert(f.name, default_of(f), setting_type(f.name)) != default_of(f)] == []
 
 
 def test_the_default_method_exists():

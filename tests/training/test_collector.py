@@ -413,7 +413,7 @@ def test_what_is_owed_after_a_resume_comes_first_from_the_same_seeds():
     fresh, resumed = Player(), Player()
     asyncio.run(collector(fresh, groups=3).collect_step(0))
     c = collector(resumed, groups=3)
-    c.sampler.load_state_dict({"drawn": 3})
+    c.sampler.sampler.load_state_dict({"drawn": 3})
     task = c.sampler.sampler.tasks.draw(1)
     c.to_reissue = deque([("1~4", task)])
     groups = asyncio.run(c.collect_step(4))
@@ -425,7 +425,7 @@ def test_finished_groups_handed_back_are_used_first():
     task = Task("test", 0)
     c = collector(groups=2, staleness=1)
     c.restore([Group("7", task, (trajectory("7.0", task), trajectory("7.1", task, 1.0)))], 0)
-    c.sampler.load_state_dict({"drawn": 8})
+    c.sampler.sampler.load_state_dict({"drawn": 8})
     groups = asyncio.run(c.collect_step(0))
     assert len(groups) == 2 and groups[0].id == "7"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from turnwise.config.convert import convert
 from turnwise.config.files import ConfigFile, merge_config, read_config
-from turnwise.config.settings import OTHER_NAMES, SECTIONS, Settings, default_of, split_method, type_of
+from turnwise.config.settings import OTHER_NAMES, SECTIONS, Settings, default_of, setting_type, split_method
 from turnwise.errors import SettingError, nearest
 from turnwise.recipes import signatures
 
@@ -132,7 +132,7 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "",
 
 def add_setting(group: Any, f: Field[Any], help_: str = "") -> None:
     """The flag of one setting. A switch needs no value (``--profile``), a list may be given by the flag repeated."""
-    more: dict[str, Any] = {"nargs": "?", "const": "true"} if type_of(f) is bool else {}
+    more: dict[str, Any] = {"nargs": "?", "const": "true"} if setting_type(f.name) is bool else {}
     several = ""
     if isinstance(default_of(f), tuple):
         more, several = {"action": "append"}, "; several: separated by commas, or the flag repeated"
@@ -142,7 +142,7 @@ def add_setting(group: Any, f: Field[Any], help_: str = "") -> None:
 
 def settings_from(namespace: argparse.Namespace, method: str, credit: str = "") -> dict[str, Any]:
     """The flags given, as typed settings; the others keep their defaults."""
-    types = {f.name: type_of(f) for f in fields(Settings)}
+    types = {f.name: setting_type(f.name) for f in fields(Settings)}
     flags = {k: ",".join(v) if isinstance(v, list) else v for k, v in vars(namespace).items() if v is not None}
     values = {k: convert(flag(k), v, types[k]) for k, v in flags.items() if k in types and k != "method"}
     options = {"method_options": _options(flags, "method.", method)}

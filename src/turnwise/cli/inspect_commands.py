@@ -8,13 +8,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from turnwise.cli.flags import Parser, RunFlags, read_run_flags
 from turnwise.cli.output import print_json, progress, show
-from turnwise.config.settings import Settings, known_setting
+from turnwise.config.settings import setting_type
 from turnwise.core.text import printable
 from turnwise.errors import SettingError
 from turnwise.recipes import signatures
@@ -101,13 +100,11 @@ def sweep(argv: Sequence[str]) -> int:
         _comparison_flags(parser)
 
     run = read_run_flags("sweep", "Compare a grid of settings.", argv, own_flags)
-    names = [f.name for f in fields(Settings)]
     grid: dict[str, list[str]] = {}
     for text in run.namespace.grid:
         name, _, values = text.partition("=")
         name = name.replace("-", "_")
-        if name not in names:
-            raise SettingError(f"no setting {name!r}; {known_setting(name, names)}")
+        setting_type(name)  # refuses a name that is none
         grid[name] = [value for value in values.split(",") if value]
     from turnwise.inspector.compare.live import grid_variants
 

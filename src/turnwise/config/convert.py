@@ -36,27 +36,27 @@ Seconds = Annotated[float, "a positive number of seconds"]
 def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``: text is parsed, anything else must already have the type. A kind with a limit
     (``Annotated[int, "at least 1"]``) refuses what lies outside."""
+    limits: tuple[str, ...] = ()
     if typing.get_origin(kind) is Annotated:
         kind, *limits = typing.get_args(kind)
-        value = convert(name, value, kind)
-        for limit in limits:
-            if not isinstance(value, str) and not LIMITS[limit](value):  # a word such as "auto" is no number to limit
-                raise SettingError(f"{name} is {value}; write {limit}")
-        return value
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
     try:
-        return _convert(value, kind)
+        value = _convert(value, kind)
+        # a word such as "auto" is no number to limit
+        broken = next((limit for limit in limits if not isinstance(value, str) and not LIMITS[limit](value)), "")
+        wrong = f" is {value}; write {broken}" if broken else ""
     except SettingError:  # a type with a text of its own has said what to write
         raise
     except (ValueError, TypeError, OverflowError):
-        if typing.get_origin(kind) is typing.Literal:
-            raise SettingError(f"{name} is {value!r}; {nearest(str(value), typing.get_args(kind))}") from None
-        expected = (
-            getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind).replace("typing.", "")
-        )
-        if typing.get_origin(kind) is dict:
-            expected = "dict: write key=value,key=value"
+        expected = str(kind).replace("typing.", "") if args else getattr(kind, "__name__", str(kind))
+        expected = "dict: write key=value,key=value" if origin is dict else expected
         example = f"; write {EXAMPLES[kind]}" if kind in EXAMPLES else ""
-        raise SettingError(f"{name} is {value!r}, which is not {expected}{example}") from None
+        wrong = f" is {value!r}, which is not {expected}{example}"
+        if origin is typing.Literal:
+            wrong = f" is {value!r}; {nearest(str(value), args)}"
+    if wrong:
+        raise SettingError(name + wrong)
+    return value
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -64,36 +64,30 @@ def _convert(value: Any, kind: Any) -> Any:
     if hasattr(kind, "parse"):  # a type that reads its own text
         return value if isinstance(value, kind) else kind.parse(value)
     if origin in (types.UnionType, typing.Union):
-        return _first(value, args)
-    if origin is typing.Literal and value not in args:
-        raise TypeError
+        # None, also as the text "none", if the union has it; else the first member that accepts the value
+        if type(None) in args and (value is None or (isinstance(value, str) and value.lower() == "none")):
+            return None
+        for member in args:
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
+                if member is not type(None):
+                    return _convert(value, member)
     if origin is tuple:
-        # parts between commas; a comma after a backslash belongs to its part
-        parts = (
-            [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", value)]
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list | tuple)
-            else (value,)
-        )
+        parts = value if isinstance(value, list | tuple) else (value,)
+        if isinstance(value, str):  # parts between commas; a comma after a backslash belongs to its part
+            parts = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", value)]
         return tuple(_convert(p.strip() if isinstance(p, str) else p, args[0]) for p in parts if p != "")
     if origin is dict or kind is dict:
         return _pairs(value) if isinstance(value, str) else dict(value)
-    if kind is bool:
-        if str(value).lower() not in BOOLEANS:
-            raise TypeError
+    if kind is bool and str(value).lower() in BOOLEANS:
         return BOOLEANS[str(value).lower()]
-    if kind is int:
-        if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-            raise TypeError
-        return int(value)
-    if kind is float:
-        if isinstance(value, bool):
-            raise TypeError
-        return float(value)
+    if kind in (int, float) and not isinstance(value, bool):  # True is 1 for Python, and a mistake for a setting
+        if kind is float or not isinstance(value, float) or value == int(value):
+            return kind(value)
     if kind is Path:
         return Path(value)
-    if kind is str and not isinstance(value, str):
+    # whatever is left must already be what the setting holds
+    unlike = (origin is typing.Literal and value not in args) or (kind is str and not isinstance(value, str))
+    if unlike or kind in (bool, int, float) or origin in (types.UnionType, typing.Union):
         raise TypeError
     return value
 
@@ -107,23 +101,7 @@ def _pairs(text: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise ValueError
-        pairs[key.strip()] = _literal(value.strip())
+        text = pairs[key.strip()] = value.strip()
+        with contextlib.suppress(ValueError):
+            pairs[key.strip()] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     return pairs
-
-
-def _literal(text: str) -> Any:
-    try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
-    except ValueError:
-        return text
-
-
-def _first(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """The value as the first member of a union that accepts it; None, also as the text "none", if the union has it."""
-    if type(None) in kinds and (value is None or (isinstance(value, str) and value.lower() == "none")):
-        return None
-    for kind in kinds:
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            if kind is not type(None):
-                return _convert(value, kind)
-    raise TypeError

@@ -13,18 +13,19 @@ are relative to the current folder, as those of flags are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import textwrap
 import tomllib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from turnwise.config.convert import convert
-from turnwise.config.settings import Settings, known_setting, split_method, type_of
+from turnwise.config.settings import Settings, setting_type, split_method
 from turnwise.errors import SettingError
 
 SUFFIXES = (".yaml", ".yml", ".toml")
@@ -76,14 +77,11 @@ def read_config(path: str | Path) -> ConfigFile:
     except (OSError, UnicodeDecodeError) as fault:
         raise SettingError(f"{path} cannot be read: {fault}") from fault
     entries = _toml(text, path) if path.suffix == ".toml" else _yaml(text, path)
-    types = {f.name: type_of(f) for f in fields(Settings)}
     values: dict[str, Any] = {}
     for name, entry in entries.items():
         place = f"{path} line {entry.line}" if entry.line else str(path)
-        if name not in types:
-            raise SettingError(f"{place}: no setting {name!r}; {known_setting(name, types)}")
         try:
-            values[name] = entry.read(name, types[name])
+            values[name] = entry.read(name, setting_type(name))
         except SettingError as wrong:
             raise SettingError(f"{place}: {wrong}") from None
     return ConfigFile(str(path), values, {name: entry.line for name, entry in entries.items() if entry.line})
@@ -133,41 +131,29 @@ def _yaml(text: str, path: Path) -> dict[str, _Entry]:
         if name in entries:
             raise SettingError(f"{path} line {line}: {name} is given twice, first in line {entries[name].line}")
         place = f"{path} line {line}"
-        entries[name] = _Entry(line, _value(value, _as_text, place), _value(value, _as_typed, place))
+        entries[name] = _Entry(line, _value(value, False, place), _value(value, True, place))
     return entries
 
 
-def _value(node: Any, scalar: Callable[[Any], Any], place: str, depth: int = 0) -> Any:
-    """A YAML node as Python data."""
+def _value(node: Any, typed: bool, place: str, depth: int = 0) -> Any:
+    """A YAML node as Python data. ``typed``: an unquoted scalar as boolean or number where it looks like one; unlike YAML 1.1,
+    1e-5 is a number."""
     if depth > MAX_DEPTH:
         raise SettingError(f"{place}: nested more than {MAX_DEPTH} levels deep")
-    if isinstance(node.value, str):
-        return scalar(node)
     if node.id == "sequence":
-        return [_value(item, scalar, place, depth + 1) for item in node.value]
-    pairs = [(str(key.value), _value(value, scalar, place, depth + 1)) for key, value in node.value]
-    if len(dict(pairs)) < len(pairs):
-        raise SettingError(f"{place}: a key is given twice")
-    return dict(pairs)
-
-
-def _as_text(node: Any) -> str | None:
-    return None if node.style is None and node.value in NULLS else node.value
-
-
-def _as_typed(node: Any) -> Any:
-    """An unquoted scalar as null, boolean or number where it looks like one. Unlike YAML 1.1, 1e-5 is a number."""
-    if node.style is not None:
-        return node.value
-    if node.value in NULLS:
+        return [_value(item, typed, place, depth + 1) for item in node.value]
+    if node.id == "mapping":
+        pairs = [(str(key.value), _value(value, typed, place, depth + 1)) for key, value in node.value]
+        if len(dict(pairs)) < len(pairs):
+            raise SettingError(f"{place}: a key is given twice")
+        return dict(pairs)
+    if node.style is None and node.value in NULLS:
         return None
-    if node.value in BOOLEANS:
-        return BOOLEANS[node.value]
-    for kind in (int, float):
-        try:
+    if not typed or node.style is not None:
+        return node.value
+    for kind in (BOOLEANS.__getitem__, int, float):
+        with contextlib.suppress(ValueError, KeyError):
             return kind(node.value)
-        except ValueError:
-            continue
     return node.value
 
 
@@ -179,13 +165,13 @@ def _toml(text: str, path: Path) -> dict[str, _Entry]:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as wrong:
         raise SettingError(f"{path} is not TOML: {wrong}") from wrong
-    return {name: _Entry(_line_of(text, name), value, value) for name, value in values.items()}
-
-
-def _line_of(text: str, name: str) -> int:
-    """The line that begins with a key or with the table of that name; 0 if none does, as with a quoted key."""
-    start = re.compile(rf"""\s*\[?\s*["']?{re.escape(name)}["']?\s*[\].=]""")
-    return next((n for n, line in enumerate(text.splitlines(), 1) if start.match(line)), 0)
+    entries: dict[str, _Entry] = {}
+    for name, value in values.items():
+        # the line that begins with a key or with the table of that name; 0 if none does, as with a quoted key
+        start = re.compile(rf"""\s*\[?\s*["']?{re.escape(name)}["']?\s*[\].=]""")
+        line = next((n for n, line in enumerate(text.splitlines(), 1) if start.match(line)), 0)
+        entries[name] = _Entry(line, value, value)
+    return entries
 
 
 # --------------------------------------------------------------------- writing
@@ -211,11 +197,10 @@ def render_config(settings: Settings, origins: Mapping[str, str] | None = None, 
 def scalar(value: Any) -> str:
     """A value on one line of YAML."""
     if isinstance(value, str):
-        return (
-            value
-            if PLAIN.fullmatch(value) and value not in {*NULLS, *BOOLEANS} and not _number(value)
-            else quoted(value)
-        )
+        with contextlib.suppress(ValueError):
+            float(value)
+            return quoted(value)  # text that looks like a number
+        return value if PLAIN.fullmatch(value) and value not in {*NULLS, *BOOLEANS} else quoted(value)
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -229,19 +214,7 @@ def scalar(value: Any) -> str:
 
 def quoted(text: str) -> str:
     """Double-quoted YAML. JSON's escapes are YAML's, except that a character beyond 16 bits has one escape, not two."""
-    return "".join(_escaped(c) for c in json.dumps(text, ensure_ascii=False))
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    if 0x20 <= code < 0x7F:
-        return character
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return "".join(
+        c if 0x20 <= ord(c) < 0x7F else f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}"
+        for c in json.dumps(text, ensure_ascii=False)
+    )

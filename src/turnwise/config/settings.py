@@ -30,11 +30,9 @@ OTHER_NAMES = {  # names of older releases and of other trainers, for the hint o
 
 
 def setting(default: Any, text: str) -> Any:
-    """A setting with its default, its help text and, where it has one, its ``limit`` or its ``choices``."""
-    metadata = {"help": text}
-    return (
-        field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
-    )
+    """A setting with its default and its help text; its type says what may be written."""
+    value: dict[str, Any] = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**value, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +111,7 @@ class TinySection:
     hidden: Annotated[int, "a multiple of 16"] = setting(192, "width of the tiny model")
     layers: Positive = setting(2, "layers of the tiny model")
     vocabulary: Positive = setting(512, "entries of the tiny tokenizer")
-    copying: bool = setting(
-        False,
-        "start attention heads of the tiny model as copying heads: it learns to copy sooner",
-    )
+    copying: bool = setting(False, "start attention heads of the tiny model as copying heads: it learns to copy sooner")
     cold_steps: int = setting(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others")
     cold_batch: Positive = setting(48, "demonstrations per supervised step")
     cold_demos: Positive = setting(
@@ -314,28 +309,27 @@ class Settings(
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            object.__setattr__(self, f.name, convert(f.name, getattr(self, f.name), type_of(f)))
+            object.__setattr__(self, f.name, convert(f.name, getattr(self, f.name), setting_type(f.name)))
         method, credit = split_method(self.method)
+        wrong = ""
         if credit and self.credit not in ("", credit):
-            raise SettingError(f"method is {self.method!r} and credit is {self.credit!r}; name one credit")
+            wrong = f"method is {self.method!r} and credit is {self.credit!r}; name one credit"
+        elif self.credit_options and not (credit or self.credit):
+            wrong = "credit_options are given, but no credit; write --credit NAME"
+        elif self.eval_data and (not self.data or self.offline):
+            wrong = "eval_data is given without prompts to train on; write --data FILE and --reward FUNCTION"
+        if wrong:
+            raise SettingError(wrong)
         object.__setattr__(self, "method", method)
         object.__setattr__(self, "credit", credit or self.credit)
-        if self.credit_options and not self.credit:
-            raise SettingError("credit_options are given, but no credit; write --credit NAME")
         if self.reward_failure != "fail":
             convert("reward_failure", self.reward_failure, float)
-        if self.eval_data and (not self.data or self.offline):
-            raise SettingError(
-                "eval_data is given without prompts to train on; write --data FILE and --reward FUNCTION"
-            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
         """From a mapping whose names may be wrong: flags, a file, arguments of ``train``, or what run.json records."""
-        names = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in names:
-                raise SettingError(f"no setting {key!r}; {known_setting(key, names)}")
+        for name in values:
+            setting_type(name)
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -368,25 +362,22 @@ def split_method(name: str) -> tuple[str, str]:
     return method, credit
 
 
-def known_setting(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown setting: what it is called here, or the nearest name."""
-    other = OTHER_NAMES.get(name.replace("-", "_"))
-    return f"it is called {other} here" if other else nearest(name, known)
-
-
-def type_of(f: Field) -> Any:
-    """The type of a setting with its limit, resolved from its annotation."""
-    return _types()[f.name]
+def setting_type(name: str, offered: Iterable[str] = ()) -> Any:
+    """The type of a setting, with its limit. Refuses a name that is none: says what it is called here, or the nearest name of
+    those ``offered``, which are all unless given."""
+    types = _types()
+    if name not in types:
+        other = OTHER_NAMES.get(name.replace("-", "_"))
+        hint = f"it is called {other} here" if other else nearest(name, offered or [f.name for f in fields(Settings)])
+        raise SettingError(f"no setting {name!r}; {hint}")
+    return types[name]
 
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    return typing.get_type_hints(Settings, include_extras=True)
+    return typing.get_type_hints(Settings, include_extras=True)  # resolves annotations, which takes milliseconds
 
 
 def default_of(f: Field) -> Any:
-    """The default of a setting."""
-    if f.default is not MISSING:
-        return f.default
-    assert f.default_factory is not MISSING
-    return f.default_factory()
+    """The default of a setting; those with a factory are dicts."""
+    return f.default if f.default is not MISSING else {}

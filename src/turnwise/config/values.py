@@ -52,9 +52,10 @@ def _options(setting: str, kind: Any, pairs: Sequence[str]) -> dict[str, Any]:
 
 def _written(head: str, value: Any) -> str:
     """The head and the options that are not as by default."""
-    given = [f"{f.name}={getattr(value, f.name)}" for f in fields(value) if f.metadata]
-    usual = {f"{f.name}={f.default}" for f in fields(value)}
-    return ",".join([head, *(pair for pair in given if pair not in usual)])
+    given = {
+        f.name: getattr(value, f.name) for f in fields(value) if f.metadata and getattr(value, f.name) != f.default
+    }
+    return ",".join([head, *(f"{name}={part}" for name, part in given.items())])
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,21 @@ class Staleness(SettingValue):
     @classmethod
     def parse(cls, value: Any) -> Self:
         number, comma, late = (part.strip() for part in str(value).partition(","))
-        late = late if comma else WAIT
+        late, wrong = late if comma else WAIT, ""
         if not number.isdecimal():
-            raise SettingError(
-                f"staleness is {value}; write 0 for synchronous, or a positive number of steps (4), which may be followed by "
+            wrong = (
+                f"{value}; write 0 for synchronous, or a positive number of steps (4), which may be followed by "
                 "what happens to groups that come late: 4,wait 4,drop 4,keep; 0,continuous does not wait for slow tools"
             )
-        if late not in (*LATE, CONTINUOUS):
-            raise SettingError(
-                f"staleness is {value!r}, and {late!r} does not say what to do; {nearest(late, (*LATE, CONTINUOUS))}"
-            )
-        if late == CONTINUOUS and int(number):
-            raise SettingError(
-                f"staleness is {value!r}, and rollouts that run ahead never wait for each other's tools; write {number}, or "
-                f"0,{CONTINUOUS} for a synchronous run"
-            )
-        if late in (DROP, KEEP) and not int(number):
-            raise SettingError(
-                f"staleness is {value!r}, and nothing comes late in a synchronous run; write 0, or 1,{late}"
-            )
+        elif late not in (*LATE, CONTINUOUS):
+            wrong = f"{value!r}, and {late!r} does not say what to do; {nearest(late, (*LATE, CONTINUOUS))}"
+        elif late == CONTINUOUS and int(number):
+            instead = f"write {number}, or 0,{CONTINUOUS} for a synchronous run"
+            wrong = f"{value!r}, and rollouts that run ahead never wait for each other's tools; {instead}"
+        elif late in (DROP, KEEP) and not int(number):
+            wrong = f"{value!r}, and nothing comes late in a synchronous run; write 0, or 1,{late}"
+        if wrong:
+            raise SettingError(f"staleness is {wrong}")
         return cls(int(number), late)
 
     @property
@@ -130,13 +127,15 @@ class Opponents(SettingValue):
     def parse(cls, text: str) -> Opponents:
         head, *pairs = text.split(",")
         kind, _, name = head.partition(":")
-        kinds = ("self", "past", "scripted")
+        kinds, wrong = ("self", "past", "scripted"), ""
         if kind not in kinds:
-            raise SettingError(f"opponents is {text!r}; {nearest(kind, kinds)}")
-        if (kind == "scripted") != bool(name):
-            raise SettingError(f"opponents is {text!r}; write scripted:NAME, such as scripted:random")
-        if pairs and kind != "past":
-            raise SettingError(f"opponents is {text!r}; only `past` takes options: keep, every, pool")
+            wrong = nearest(kind, kinds)
+        elif (kind == "scripted") != bool(name):
+            wrong = "write scripted:NAME, such as scripted:random"
+        elif pairs and kind != "past":
+            wrong = "only `past` takes options: keep, every, pool"
+        if wrong:
+            raise SettingError(f"opponents is {text!r}; {wrong}")
         return cls(kind, name, **_options("opponents", cls, pairs))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -153,9 +152,8 @@ class Cluster(SettingValue):
 
     address: str = ""
     generators: Positive = option(1)
-    environments: Annotated[int | Literal["auto"], "0 or more"] = option(
-        0
-    )  # actors that play; 0: the learner's process does
+    # actors that play; 0: the learner's process does
+    environments: Annotated[int | Literal["auto"], "0 or more"] = option(0)
     cpus: Positive = option(1)  # reserved for each generator; an environment actor takes one
     gpus: Count = option(0)
     placement: Literal["pack", "spread"] = option("pack")
@@ -209,15 +207,15 @@ class ModelName(SettingValue):
         name, options = str(value), {}  # type: str, dict[str, str]
         declared = {"routes": ("recorded", "free"), "cache": ("rows", "pages")}
         while (match := MODEL_OPTION.match(name)) and not Path(name).exists():  # a folder may have such a name
-            key, word = match["key"], match["value"]
+            key, word, wrong = match["key"], match["value"], ""
             if key not in declared:
-                raise SettingError(f"{key!r} is no option of a model; {nearest(key, declared)}")
-            if word not in declared[key]:
-                raise SettingError(f"the model's option {key} is {word!r}; write {' or '.join(declared[key])}")
-            if key in options:
-                raise SettingError(
-                    f"the model's option {key} is given twice: {word}, then {options[key]}; write it once"
-                )
+                wrong = f"{key!r} is no option of a model; {nearest(key, declared)}"
+            elif word not in declared[key]:
+                wrong = f"the model's option {key} is {word!r}; write {' or '.join(declared[key])}"
+            elif key in options:
+                wrong = f"the model's option {key} is given twice: {word}, then {options[key]}; write it once"
+            if wrong:
+                raise SettingError(wrong)
             name, options = match["name"], {key: word, **options}
         _, comma, word = name.rpartition(",")
         if comma and not Path(name).exists():

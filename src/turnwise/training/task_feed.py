@@ -101,10 +101,13 @@ class TaskFeed:
         sizes = self.budget.sizes([task for _, task in fresh]) if fresh else []
         for (key, task), size in zip(fresh, sizes):
             self.promised[key] = [size, self.budget.max_turns(task)]
-        orders = [
-            GroupOrder(key, task, *self.promised[key.split("~")[0]], largest=self.largest)
-            for key, task in [*repeated, *fresh]
-        ]
+        orders = []
+        for key, task in [*repeated, *fresh]:
+            number = key.split("~")[0]
+            # a finished group has no promise any more; a resumed run that stays on-policy plays it again all the same
+            if number not in self.promised:
+                self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
+            orders.append(GroupOrder(key, task, *self.promised[number], largest=self.largest))
         if self.budget.rounds:
             wave = BudgetWave(self.budget, [order.task for order in orders])
             orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
