@@ -16,7 +16,7 @@ from pathlib import Path
 
 from turnwise import Action, train
 from turnwise.environments.builtin.calculator import Calculator
-from turnwise.rollout.guidance.support import plan_of
+from turnwise.rollout.support import plan_of
 
 
 class Advised(Calculator):

@@ -12,7 +12,7 @@ from support.outcomes import episode
 
 from turnwise.core.records import Group, Task
 from turnwise.recipes.experience import piece
-from turnwise.rollout.guidance.pieces import cosine
+from turnwise.rollout.guidance import cosine
 from turnwise.rollout.strategies import GroupRequest, Independent
 
 WORDS = st.lists(st.sampled_from(["red", "blue", "green", "one", "two"]), max_size=6)

@@ -18,9 +18,9 @@ from turnwise.environments.base import tool_action
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import SLOTS, piece
 from turnwise.rollout.guidance import HintByDifficulty, RecordedPrefixes
-from turnwise.rollout.guidance.pieces import as_expert
-from turnwise.rollout.guidance.support import Support, first_share, plan_of
+from turnwise.rollout.scripted import as_expert
 from turnwise.rollout.strategies import GroupRequest, Independent
+from turnwise.rollout.support import Support, first_share, plan_of
 
 TASK = Task("test", 7)
 

@@ -18,8 +18,8 @@ from turnwise.core.records import Status, Task
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.guidance import BackwardStarts, LateStarts
-from turnwise.rollout.guidance.support import Support
 from turnwise.rollout.strategies import Independent
+from turnwise.rollout.support import Support
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from turnwise.core.batch import prefix
 from turnwise.core.records import Status, Task
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import piece
-from turnwise.rollout.guidance.support import Support
 from turnwise.rollout.strategies import Independent
 from turnwise.rollout.strategies.tree import edit_distance
+from turnwise.rollout.support import Support
 from turnwise.training import build
 
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from turnwise.core.protocols import Action
-from turnwise.core.records import Group, Origin, Sampling, Status, Task, Trajectory
+from turnwise.core.records import Group, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.data.dataset import DatasetRow, Example
 from turnwise.data.tokenize import DialogueTokenizer
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.episode import Episode, EpisodeLimits
-from turnwise.rollout.scripted import ScriptedSession, play_scripted
+from turnwise.rollout.scripted import ScriptedSession, as_expert, play_scripted
 from turnwise.tasks.task_source import shuffled_index
 
 CONCURRENT_EPISODES = 64
@@ -39,12 +39,6 @@ class DemonstrationContext:
     make_environment: Callable[[Task], Any]
     tokenizer: DialogueTokenizer
     limits: EpisodeLimits
-
-    def as_expert(self, played: Trajectory) -> Trajectory:
-        """As expert data: its behaviour policy is unknown, and it is scored at the temperature of the run's policy."""
-        temperature = self.tokenizer.temperature
-        turns = tuple(replace(turn, logp=(), mass=(), version=(), temperature=temperature) for turn in played.turns)
-        return replace(played, turns=turns, origin=Origin.EXPERT)
 
 
 class Demonstrator(Protocol):
@@ -63,7 +57,9 @@ class ScriptedDemonstrator:
     async def demonstrate(self, task: Task, step: int) -> Trajectory | None:
         context, key = self.context, f"{self.name}:{task.key}"
         environment, renderer = context.make_environment(task), context.tokenizer.renderer
-        return context.as_expert(await play_scripted(self.name, environment, key, task, renderer, context.limits))
+        played = await play_scripted(self.name, environment, key, task, renderer, context.limits)
+        # an expert is scored at the temperature of the run's policy
+        return as_expert(played, temperature=context.tokenizer.temperature)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ async def replay_in_environment(
     same_prompt = prompt == [m["content"] for m in example.prompt]
     if played.status == Status.FAILED or len(played.turns) != len(example.turns) or not same_prompt:
         return None
-    return replace(context.as_expert(played), facts=example.facts)
+    return replace(as_expert(played, temperature=context.tokenizer.temperature), facts=example.facts)
 
 
 @dataclass

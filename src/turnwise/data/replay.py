@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from turnwise.core.limits import check_limits, number
+from turnwise.core.limits import Declared, number
 from turnwise.core.records import Group, Origin, Task, Trajectory
 from turnwise.core.stateful import Stateful
 from turnwise.errors import RecipeError
@@ -80,21 +80,16 @@ class LiveReplay(Stateful):
         return {}
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(Declared):
     """Interface: a replay piece of a recipe. A subclass names the class of its live buffer in ``live``."""
 
     live: ClassVar[type[LiveReplay]] = LiveReplay
     requires: ClassVar[frozenset[str]] = frozenset()
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-
     def open(self, sources: ReplaySources) -> LiveReplay:
         return self.live(sources, self)
 
 
-@dataclass(frozen=True)
 class NoReplay(Replay):
     """No replay: a step trains only on its own rollouts."""
 
@@ -157,7 +152,6 @@ class _ByTask(LiveReplay):
         return {"replay/tasks": float(len(self.stored)), **stored_metrics(entries)}
 
 
-@dataclass(frozen=True)
 class SuccessBuffer(Replay):
     """Up to ``capacity`` past successes per task (reward above ``least``), first in, first out. A group that fails (reward std
     below ``spread`` and mean below ``mean``) gets one of them, ``instead`` of its first rollout or in addition."""
@@ -193,7 +187,6 @@ class _ExpertCache(_ByTask):
         return super().replayed(group, step) or self.sources.find_demonstration(group.task)
 
 
-@dataclass(frozen=True)
 class ExpertCache(Replay):
     """One trajectory per task: the policy's latest success, or an expert's until there is one: one that came with a group (a
     planned episode), which is stored, or a demonstration. A group without a reward above ``least`` gets it, ``instead`` of its
@@ -256,7 +249,6 @@ class _Pool(LiveReplay):
         return stored_metrics(self.stored)
 
 
-@dataclass(frozen=True)
 class RecentBuffer(Replay):
     """Trajectories of the last ``oldest`` steps with an advantage above ``above`` and at least ``tools`` tool calls, at most
     ``size`` of them. Each step adds random ones as groups of one, up to ``share`` times the number of fresh trajectories."""
@@ -275,7 +267,6 @@ class RecentBuffer(Replay):
         return 1.0
 
 
-@dataclass(frozen=True)
 class WeightedPool(Replay):
     """The last ``size`` trajectories whose advantage was not zero. Each step samples ``share`` times the number of fresh ones,
     with weight |A|^``power``, as groups of one. ``oldest`` limits their age in steps; 0: no limit."""
@@ -334,7 +325,6 @@ class _Batches(LiveReplay):
         return {"replay/groups": float(len(self.stored)), **stored_metrics(entries)}
 
 
-@dataclass(frozen=True)
 class PastBatches(Replay):
     """The batches of the last ``window`` − 1 steps, each group with all of its trajectories. A share ``share`` of the groups of
     each step are past ones, drawn at random without replacement, in addition to the fresh ones; fewer while there are not enough.
@@ -371,7 +361,6 @@ class _ExpertItems(LiveReplay):
         return replace(group, trajectories=tuple(items))
 
 
-@dataclass(frozen=True)
 class ExpertItems(Replay):
     """Each rollout of a group is replaced with probability ``share`` by the demonstration of its task, if it has one. The draw
     depends on the seed, the step and the task alone."""
@@ -417,7 +406,6 @@ def _as_foreign(sender: str, group: Group) -> Group:
     return Group(f"{sender}/{group.id}", group.task, tuple(members))
 
 
-@dataclass(frozen=True)
 class SharedExperience(Replay):
     """Writes the groups of each step to the pool in ``folder``, and adds ``foreign`` groups of other runs to each step: at random
     among the last ``capacity``, without those whose total reward is 0. ``sender`` names this run; empty: by its seed."""
@@ -437,7 +425,6 @@ class SharedExperience(Replay):
 # ------------------------------------------------------------------ fresh actions
 
 
-@dataclass(frozen=True)
 class FreshActions(Replay):
     """``count`` turns of the present policy at the state of each turn of a step, replayed ones included; no environment answers
     them (``data/resampling.py`` samples them). Each is a trajectory of one turn without a reward, a fork of the recorded one with

@@ -77,12 +77,16 @@ def scripted_policy(name: str, environment: Any, seed: int) -> ScriptedPolicy:
 async def play_scripted(
     policy: str, environment: Any, key: str, task: Task, renderer: Renderer, limits: EpisodeLimits
 ) -> Trajectory:
-    """One episode of a scripted policy, as expert data: its tokens have no behaviour policy."""
+    """One episode of a scripted policy, as expert data."""
     act = scripted_policy(policy, environment, stable_seed(policy, task.key, key))
     session = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
     episode = Episode(key, task, environment, session, renderer, Sampling(), limits)
-    played = await episode.run()
-    turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in played.turns)
+    return as_expert(await episode.run())
+
+
+def as_expert(played: Trajectory, **more: Any) -> Trajectory:
+    """A trajectory as expert data: its tokens have no behaviour policy. ``more``: other fields of every turn."""
+    turns = tuple(replace(turn, logp=(), mass=(), version=(), **more) for turn in played.turns)
     return replace(played, turns=turns, origin=Origin.EXPERT)
 
 

@@ -26,9 +26,9 @@ from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import Episode
 from turnwise.rollout.episode_start import OtherSeats
-from turnwise.rollout.guidance.support import SupportResolver
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
+from turnwise.rollout.support import SupportResolver
 from turnwise.training.agents import agent_play
 from turnwise.training.interrupt import run_async
 from turnwise.training.plan import EnvSpec, read_template

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from turnwise.core.limits import check_limits
+from turnwise.core.limits import Declared
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Origin, Status, Task, Trajectory
 
@@ -64,8 +64,7 @@ class GroupRequest:
         return list(await asyncio.gather(*plays))
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(Declared):
     """Interface: how the episodes of a group are produced. ``begin`` opens all sessions synchronously, before anything is
     awaited, so that a generator knows the whole batch of sessions; the coroutine it returns plays the episodes. A subclass plays
     them in ``grow``."""
@@ -73,9 +72,6 @@ class Strategy:
     requirements: ClassVar[frozenset[str]] = frozenset()  # what the environment must provide
     reads_rewards: ClassVar[bool] = False  # rewards of some trajectories are read before others are played
     shifts_logits: ClassVar[bool] = False  # only the generator of this process can sample so
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
         return self.grow(request, request.sessions())

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.core.limits import check_limits, number
+from turnwise.core.limits import Declared, number
 from turnwise.core.protocols import Session
 from turnwise.core.records import Completion, Group, Sampling, Status, Stop, Trajectory
 from turnwise.errors import ContextOverflow
@@ -34,8 +34,7 @@ def entropy_rise(entropy: Sequence[float], t: int, width: int) -> float:
     return entropy[t] - trailing_mean(entropy, t - 1, width) if t else 0.0
 
 
-@dataclass(frozen=True)
-class BranchRule:
+class BranchRule(Declared):
     """Branch at a token with H ≥ ``high``, mean confidence C ≤ ``confident`` over ``window`` tokens and ΔH ≥ ``rise``, at least
     ``first`` tokens after the start or the branch before. Its width is
 
@@ -51,9 +50,6 @@ class BranchRule:
     by_confidence: float = 1.0
     first: int = number(4, least=0)
     window: int = number(4, least=1)
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     def width(self, entropy: float, confidence: float) -> int:
         """How many continuations a token gets, its own included."""
@@ -77,8 +73,7 @@ class BranchRule:
         return found
 
 
-@dataclass(frozen=True)
-class PruneRule:
+class PruneRule(Declared):
     """Stop a branch when its mean confidence over ``window`` tokens is below ``weak``; or that over ``tail`` tokens fell
     ``falls`` times in a row to at most ``tail_weak``; or ΔH > 0 ``rises`` times in a row and now > ``rise``. ``weak`` 0,
     ``tail_weak`` 0 and ``rise`` inf never stop one.
@@ -93,9 +88,6 @@ class PruneRule:
     window: int = number(4, least=1)
     tail: int = number(8, least=1)
     cost: float = number(0.05, least=0)
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
     def stops_at(self, entropy: Sequence[float], confidence: Sequence[float]) -> int | None:
         """The first token after which the branch is stopped; None: it runs on."""
@@ -187,7 +179,6 @@ def _first(part: Completion, count: int) -> Completion:
     return replace(part, stop=Stop.LENGTH, routes=routes, **lists)
 
 
-@dataclass(frozen=True)
 class ConfidenceTree(TreeStrategy):
     """``trunks`` trajectories from the prompt; each is forked where ``branch`` says so, and its forks are forked again, up to the
     size of the group. Forks are stopped where ``prune`` says so, and stay in the group with the fact ``pruned``. Sessions that

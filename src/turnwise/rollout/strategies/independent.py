@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from turnwise.core.limits import choice, number
@@ -22,7 +22,6 @@ DRAFT_TOKENS = "draft_tokens"
 FORK_RULES = ("surprise", "even", "every")
 
 
-@dataclass(frozen=True)
 class Independent(Strategy):
     """Samples all trajectories independently and concurrently."""
 
@@ -30,7 +29,6 @@ class Independent(Strategy):
         return _play_scaled(request, request.sessions(), [1.0] * request.size)
 
 
-@dataclass(frozen=True)
 class OneTurn(Strategy):
     """Independent, with episodes of one turn from the states of an expert: nothing is played after it."""
 
@@ -40,7 +38,6 @@ class OneTurn(Strategy):
         return request.grown(await request.play_all(sessions, max_turns=1))
 
 
-@dataclass(frozen=True)
 class EntropyControl(Strategy):
     """Independent, with ``share`` of each group sampled at a temperature scaled by ``hot`` while the policy's entropy is at most
     ``target``, by ``cold`` above it.
@@ -59,7 +56,6 @@ class EntropyControl(Strategy):
         return _play_scaled(request, request.sessions(), scales)
 
 
-@dataclass(frozen=True)
 class Reworded(Strategy):
     """Independent; trajectory i reads wording i mod ``wordings`` of its task, so that one group compares wordings of one task."""
 
@@ -81,7 +77,6 @@ async def _play_scaled(request: GroupRequest, sessions: Sequence[Session], scale
     return request.grown(await asyncio.gather(*plays))
 
 
-@dataclass(frozen=True)
 class Hinted(Strategy):
     """Independent; a group without a success gets ``more`` further trajectories (0: as many as the group), sampled with the
     environment's hint in the prompt. Their records do not contain the hint; only their log-probabilities depend on it."""
@@ -104,7 +99,6 @@ class Hinted(Strategy):
         return request.grown(plain)
 
 
-@dataclass(frozen=True)
 class GreedyBaseline(Strategy):
     """Independent, and one rollout of the same task at temperature 0. Its return becomes the fact ``greedy_reward`` of each
     trajectory; it is not part of the group, so nothing is trained on it. Its tokens are counted as drafts.
@@ -126,7 +120,6 @@ class GreedyBaseline(Strategy):
         return request.grown([replace(t, facts={**t.facts, **facts}) for t in sampled])
 
 
-@dataclass(frozen=True)
 class DraftSelection(Strategy):
     """Samples ``drafts`` trajectories (0: four times the group) cheaply, selects the best and the worst by reward, half of the
     group each, and resamples those exactly with the same random numbers. Only these are kept; the fact ``draft`` holds the
@@ -180,7 +173,6 @@ def shift_logits(session: Session, shift: Any) -> Session:
     return session
 
 
-@dataclass(frozen=True)
 class ValueSteered(Strategy):
     """Independent. logit(a) + ``weight`` · (Q(s, a) − mean of Q) for the ``candidates`` most likely tokens, others unchanged:
     evaluations sample so, and with ``rollouts`` the rollouts do too. What is recorded are the log-probabilities of that
@@ -204,7 +196,6 @@ class ValueSteered(Strategy):
         return shift_logits(session, self)
 
 
-@dataclass(frozen=True)
 class CorrectedSampling(Strategy):
     """Independent rollouts in waves of ``wave``. After each wave a behaviour policy is fitted to all rollouts of the group so far
     (``rollout/sampling_correction.py``), and the next wave is sampled by it: what is recorded are its log-probabilities, and
@@ -228,7 +219,6 @@ class CorrectedSampling(Strategy):
         return request.grown(grown)
 
 
-@dataclass(frozen=True)
 class Branch(Strategy):
     """Samples ``trunks`` independent trajectories, then forks the other trajectories of the group from their turns.
 

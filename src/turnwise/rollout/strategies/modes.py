@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Trajectory
 from turnwise.errors import RecipeError
-from turnwise.rollout.guidance.support import Support
 from turnwise.rollout.strategies.base import GroupRequest, Strategy
+from turnwise.rollout.support import Support
 
 MODE = "mode"  # fact: the number of the opening that a trajectory begins with, from 0, the cheapest; −1: none of them
 FORCED = "forced"  # fact: 1 where the opening was given
 
 
-@dataclass(frozen=True)
 class ForcedModes(Strategy):
     """Of each group ``forced`` rollouts begin with each of the ``openings``, texts separated by |, the cheapest mode first. Their
     ids are context and are not trained on. The other rollouts choose for themselves. Facts: ``mode`` and ``forced``."""

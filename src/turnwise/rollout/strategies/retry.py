@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from turnwise.core.limits import choice, number
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Status, Trajectory
 from turnwise.rollout.episode_start import ForkPoint
-from turnwise.rollout.guidance.support import Support
 from turnwise.rollout.strategies.base import GroupRequest, Strategy, close, park, succeeded
 from turnwise.rollout.strategies.tree import GrownEpisode
+from turnwise.rollout.support import Support
 
 DIAGNOSES = ("verifier", "surprise", "start")
 RETRY = 400_000  # index of the first session of a retry that replaces an attempt
@@ -44,7 +44,6 @@ async def attempt(request: GroupRequest, i: int, session: Session) -> GrownEpiso
     return GrownEpisode(trajectory, points)
 
 
-@dataclass(frozen=True)
 class HintedRetry(Strategy):
     """Half of a group are attempts. Each failed one is forked at the turn that ``diagnosis`` finds and continued with hints up to
     ``tier``, which the record does not contain; where an attempt succeeded, its partner is another attempt. ``AfterLastFork``
@@ -69,7 +68,6 @@ class HintedRetry(Strategy):
         return request.grown([*(g.trajectory for g in tried), *await asyncio.gather(*plays)])
 
 
-@dataclass(frozen=True)
 class RepairedAttempts(Strategy):
     """All of a group are attempts. Up to ``repairs`` failed ones are continued from their first error with hints up to ``tier``;
     a repair that succeeds takes the place of its attempt, with the attempt's own turns before the error."""

@@ -71,7 +71,6 @@ class TreeGrowth:
         return self.request.grown([g.trajectory for g in self.grown])
 
 
-@dataclass(frozen=True)
 class TreeStrategy(Strategy):
     """Interface: a group that grows as a tree of forks. Sessions that ``extend`` leaves start at the prompt."""
 
@@ -95,7 +94,6 @@ class TreeStrategy(Strategy):
 # ---------------------------------------------------------------- after tool results
 
 
-@dataclass(frozen=True)
 class AfterToolResults(TreeStrategy):
     """``trunks`` trajectories from the prompt. Before each later turn a trajectory is forked with probability
     clip(chance + weight·(H − H₀), 0, 1), up to ``width`` − 1 times: H is the mean entropy of the first ``looks`` tokens of the
@@ -145,7 +143,6 @@ def parse_factors(text: str) -> tuple[int, ...]:
     return factors
 
 
-@dataclass(frozen=True)
 class SegmentTree(TreeStrategy):
     """A tree of segments of ``segment`` sampled tokens: a node of depth d has the d-th of the ``factors`` branches, and leaves
     run to the end. A trajectory that ends early has no further branches. Sessions that are left start at the prompt."""
@@ -175,7 +172,6 @@ class SegmentTree(TreeStrategy):
 # --------------------------------------------------------------------- uncertain tokens
 
 
-@dataclass(frozen=True)
 class UncertainTokens(TreeStrategy):
     """``share`` of a group is a tree: one trajectory, forked at its most uncertain tokens, and its forks at theirs. A fork whose
     first ``look`` tokens are within ``near`` of its parent's, as edit distance per token, has reconverged: it is dropped, and its
@@ -249,7 +245,6 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 # ------------------------------------------------------------------------- vines
 
 
-@dataclass(frozen=True)
 class Vines(TreeStrategy):
     """``trunks`` trajectories from the prompt. ``states`` evenly spaced turns of each are rollout states: from each of them
     ``vines`` continuations are sampled to the end. A trunk too short for so many states has fewer; sessions that are left start
@@ -338,7 +333,6 @@ def turn_tree(episodes: Sequence[GrownEpisode]) -> Node:
     return root
 
 
-@dataclass(frozen=True)
 class BottleneckTree(TreeStrategy):
     """``trunks`` trajectories from the prompt; then, round after round, ``each`` new continuations of the ``best`` nodes by their
     score, until the group is full. A node is the state before a turn; ties go to the earlier one."""

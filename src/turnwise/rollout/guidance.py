@@ -16,14 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from turnwise.core.limits import check_limits, number
+from turnwise.core.limits import Declared, number
 from turnwise.core.protocols import Session
-from turnwise.core.records import Group, Origin, Trajectory
+from turnwise.core.records import Group, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful, remember
 from turnwise.errors import RecipeError
-from turnwise.rollout.guidance.support import Support
+from turnwise.rollout.scripted import as_expert
 from turnwise.rollout.strategies.base import GroupRequest, Strategy, all_failed, close, park, succeeded
+from turnwise.rollout.support import Support
 
 GUIDED = 200_000  # index of the first session of guided episodes
 Growing = Coroutine[Any, Any, Group]
@@ -38,6 +39,7 @@ class LiveGuidance(Stateful):
     counts: dict[str, int] = field(default_factory=dict)  # groups, groups with help, successes with and without it
 
     saved: ClassVar[tuple[str, ...]] = ("counts",)
+    sizes: ClassVar[dict[str, str]] = {}  # metrics that say how much an attribute holds
 
     def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
         """Grow a group. Opens every session synchronously, before anything is awaited."""
@@ -57,11 +59,79 @@ class LiveGuidance(Stateful):
             self.count(f"{kind}_successes", int(succeeded(t)))
 
     def metrics(self) -> dict[str, float]:
-        return {f"guidance/{name}": float(n) for name, n in sorted(self.counts.items())}
+        counts = {f"guidance/{name}": float(n) for name, n in sorted(self.counts.items())}
+        return {**counts, **{f"guidance/{name}": float(len(getattr(self, held))) for name, held in self.sizes.items()}}
 
 
-@dataclass(frozen=True)
-class Guidance:
+class AfterFailure(LiveGuidance):
+    """Interface: the strategy grows the plain group; where it has no success, ``help`` plays guided episodes. Their sessions are
+    opened together with the plain ones, because a generator must know the whole batch before it samples."""
+
+    def spare(self, request: GroupRequest) -> int:
+        """How many sessions help may need; 0: no help for this group."""
+        raise NotImplementedError
+
+    async def help(self, request: GroupRequest, group: Group, spare: list[Session]) -> Group:
+        raise NotImplementedError
+
+    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+        plain, count = strategy.begin(request), self.spare(request)
+        return self._grow(request, plain, guided_sessions(request, count)) if count else plain
+
+    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
+        group = await plain
+        self.count_results(group.trajectories)
+        if all_failed(group.trajectories):
+            group = await self.help(request, group, spare)
+        close(spare)  # a session that was played is closed already, which does no harm
+        return group
+
+
+class WholeGroup(LiveGuidance):
+    """Interface: all episodes of a group get the same help, or none does: guided and plain ones are never compared."""
+
+    def support(self, request: GroupRequest) -> Support | None:
+        """The help of this group; None: the strategy grows it."""
+        raise NotImplementedError
+
+    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+        support = self.support(request)
+        return strategy.begin(request) if support is None else self._grow(request, request.sessions(), support)
+
+    async def _grow(self, request: GroupRequest, sessions: list[Session], support: Support) -> Group:
+        return request.grown(await request.play_all(sessions, support=support))
+
+    def observe(self, group: Group) -> None:
+        self.count_results(group.trajectories)
+
+
+class PartOfGroup(LiveGuidance):
+    """Interface: a part of a group is played plainly; from it follows which help the others get."""
+
+    def plain(self, size: int) -> int:
+        """How many episodes of a group of ``size`` get no help; 0: the strategy grows it alone."""
+        raise NotImplementedError
+
+    def support(self, group: Group) -> Support | None:
+        raise NotImplementedError
+
+    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+        count = self.plain(request.size)
+        if not count:
+            return strategy.begin(request)
+        plain = strategy.begin(replace(request, size=count))
+        return self._grow(request, plain, guided_sessions(request, request.size - count))
+
+    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
+        group = await plain
+        support = self.support(group)
+        more: dict[str, Any] = {} if support is None else {"support": support}
+        group = replace(group, trajectories=(*group.trajectories, *await request.play_all(spare, GUIDED, **more)))
+        self.count_results(group.trajectories)
+        return group
+
+
+class Guidance(Declared):
     """Interface: the frozen description. ``requirements``: what the environment must provide. ``reads_rewards``: rewards are
     read while a group grows, so each trajectory is scored alone. A subclass names the class of its live state in ``live``."""
 
@@ -69,14 +139,10 @@ class Guidance:
     requirements: ClassVar[frozenset[str]] = frozenset()
     reads_rewards: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-
     def open(self, seed: int) -> LiveGuidance:
         return self.live(self, seed)
 
 
-@dataclass(frozen=True)
 class NoGuidance(Guidance):
     """No help: the strategy alone grows the group."""
 
@@ -102,34 +168,27 @@ def guided_sessions(request: GroupRequest, count: int) -> list[Session]:
     return sessions
 
 
-async def guided_group(request: GroupRequest, sessions: list[Session], support: Support) -> Group:
-    """A group all of whose episodes get the same help."""
-    return request.grown(await request.play_all(sessions, support=support))
-
-
 def first_message(trajectory: Trajectory) -> str:
     """What the first user message of a trajectory says."""
     users = [m for m in trajectory.messages if m.get("role") == "user"]
     return str((users or list(trajectory.messages))[0].get("content", ""))
 
 
+def question_of(group: Group) -> list[str]:
+    """The words of a task's first message."""
+    return next((first_message(t) for t in group.trajectories if t.messages), "").split()
+
+
 # -------------------------------------------------- when a group fails: a growing share of the solution
 
 
-@dataclass
-class _GrowingPrefix(LiveGuidance):
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        plain, shares = strategy.begin(request), parse_shares(self.rule.shares)
-        if request.step < self.rule.begin:
-            return plain
-        return self._grow(request, plain, shares, guided_sessions(request, len(shares) * request.size))
+class _GrowingPrefix(AfterFailure):
+    def spare(self, request: GroupRequest) -> int:
+        return 0 if request.step < self.rule.begin else len(parse_shares(self.rule.shares)) * request.size
 
-    async def _grow(
-        self, request: GroupRequest, plain: Growing, shares: tuple[float, ...], spare: list[Session]
-    ) -> Group:
-        group, size = await plain, request.size
-        self.count_results(group.trajectories)
-        for tier, share in enumerate(shares):
+    async def help(self, request: GroupRequest, group: Group, spare: list[Session]) -> Group:
+        size = request.size
+        for tier, share in enumerate(parse_shares(self.rule.shares)):
             if not all_failed(group.trajectories):
                 break
             self.count(f"tier_{tier + 1}_given")
@@ -139,11 +198,9 @@ class _GrowingPrefix(LiveGuidance):
             if not any(t.sampled for t in played):  # the help left no room in the context, or could not be made
                 break
             group = replace(group, trajectories=tuple(played))
-        close(spare)
         return group
 
 
-@dataclass(frozen=True)
 class GrowingPrefix(Guidance):
     """A group without a success is sampled again with the first share of the solution in its prompt, then the next share. The
     last group sampled replaces the plain one: all of its trajectories have the same prompt, which is also trained under.
@@ -162,17 +219,11 @@ class GrowingPrefix(Guidance):
 # ------------------------------------------------ when a group fails: the weakest hint that works
 
 
-@dataclass
-class _WeakestHint(LiveGuidance):
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        plain = strategy.begin(request)
-        if request.step < self.rule.warmup:
-            return plain
-        return self._grow(request, plain, guided_sessions(request, self.rule.tiers))
+class _WeakestHint(AfterFailure):
+    def spare(self, request: GroupRequest) -> int:
+        return 0 if request.step < self.rule.warmup else self.rule.tiers
 
-    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
-        group = await plain
-        self.count_results(group.trajectories)
+    async def help(self, request: GroupRequest, group: Group, spare: list[Session]) -> Group:
         for tier, session in enumerate(spare, start=1):
             if not all_failed(group.trajectories):
                 break
@@ -188,11 +239,9 @@ class _WeakestHint(LiveGuidance):
                 if failed:
                     members[failed[-1]] = tried
                 group = replace(group, trajectories=tuple(members))
-        close(spare)
         return group
 
 
-@dataclass(frozen=True)
 class WeakestHint(Guidance):
     """After ``warmup`` steps, a group without a success gets one episode for each tier of hints, weakest first, until one
     succeeds. That success, with its hinted prompt, replaces the last failed rollout of the group, which keeps its size."""
@@ -205,25 +254,17 @@ class WeakestHint(Guidance):
 # --------------------------------------------- when a group fails: a hint, and an off-policy ratio
 
 
-@dataclass
-class _HintWhenStuck(LiveGuidance):
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        plain = strategy.begin(request)
-        return self._grow(request, plain, guided_sessions(request, self.rule.more or request.size))
+class _HintWhenStuck(AfterFailure):
+    def spare(self, request: GroupRequest) -> int:
+        return self.rule.more or request.size
 
-    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
-        group = await plain
-        self.count_results(group.trajectories)
-        if not all_failed(group.trajectories):
-            close(spare)
-            return group
+    async def help(self, request: GroupRequest, group: Group, spare: list[Session]) -> Group:
         self.count(f"tier_{self.rule.tier}_given")
         played = await request.play_all(spare, GUIDED, support=Support(tier=self.rule.tier, recorded=False))
         self.count_results(played)
         return replace(group, trajectories=(*(group.trajectories if self.rule.union else ()), *played))
 
 
-@dataclass(frozen=True)
 class HintWhenStuck(Guidance):
     """A group without a success gets ``more`` further trajectories (0: as many as the group) sampled with a hint. The record
     does not contain the hint: the ratio compares the plain policy with the hinted one. ``union``: the failures stay as
@@ -239,20 +280,16 @@ class HintWhenStuck(Guidance):
 
 
 @dataclass
-class _SolvedExamples(LiveGuidance):
+class _SolvedExamples(AfterFailure):
     solved: dict[str, list[str]] = field(default_factory=dict)  # by task key: question, dialogue
-    saved = ("counts", "solved")
+    saved, sizes = ("counts", "solved"), {"corpus": "solved"}
 
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        plain = strategy.begin(request)
-        return self._grow(request, plain, guided_sessions(request, self.rule.more or -(-request.size // 2)))
+    def spare(self, request: GroupRequest) -> int:
+        return self.rule.more or -(-request.size // 2)
 
-    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
-        group = await plain
-        self.count_results(group.trajectories)
-        text = self.example_text(group) if all_failed(group.trajectories) else ""
+    async def help(self, request: GroupRequest, group: Group, spare: list[Session]) -> Group:
+        text = self.example_text(group)
         if not text:
-            close(spare)
             return group
         self.count("examples_given")
         played = await request.play_all(spare, GUIDED, support=Support(text=text))
@@ -261,7 +298,7 @@ class _SolvedExamples(LiveGuidance):
 
     def example_text(self, group: Group) -> str:
         """The solved tasks that share most of all their words with this one, as text; ties go to the latest."""
-        question = set(next((first_message(t) for t in group.trajectories if t.messages), "").split())
+        question = set(question_of(group))
         ranked = []
         for n, (key, (solved_question, dialogue)) in enumerate(self.solved.items()):
             words = set(solved_question.split())
@@ -277,11 +314,7 @@ class _SolvedExamples(LiveGuidance):
                 remember(self.solved, group.task.key, entry, self.rule.corpus)
                 break
 
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "guidance/corpus": float(len(self.solved))}
 
-
-@dataclass(frozen=True)
 class SolvedExamples(Guidance):
     """A group without a success gets ``more`` further trajectories (0: half as many as the group) whose prompt shows up to
     ``examples`` solved tasks: those whose first message shares most words with this one. Every success without help enters the
@@ -298,46 +331,29 @@ class SolvedExamples(Guidance):
 
 
 @dataclass
-class _SelfRolledPlans(LiveGuidance):
+class _SelfRolledPlans(AfterFailure):
     traced: list[str] = field(default_factory=list)  # keys of tasks that have a success, planned or not, oldest first
-    saved = ("counts", "traced")
+    saved, sizes = ("counts", "traced"), {"traced_tasks": "traced"}
 
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        plain = strategy.begin(request)
-        if request.task.key in self.traced:
-            return plain
-        return self._grow(request, plain, guided_sessions(request, self.rule.tries))
+    def spare(self, request: GroupRequest) -> int:
+        return 0 if request.task.key in self.traced else self.rule.tries
 
-    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
-        group = await plain
-        self.count_results(group.trajectories)
-        while spare and all_failed(group.trajectories):
-            position, session = GUIDED + self.rule.tries - len(spare), spare.pop(0)
-            (rolled,) = await request.play_all([session], position, support=Support(plan=True, recorded=False))
+    async def help(self, request: GroupRequest, group: Group, spare: list[Session]) -> Group:
+        for n, session in enumerate(spare):
+            (rolled,) = await request.play_all([session], GUIDED + n, support=Support(plan=True, recorded=False))
             self.count_results([rolled])
             self.count("plans_given")
             if succeeded(rolled):
                 self.count("plans_worked")
-                group = replace(group, trajectories=(*group.trajectories, as_expert(rolled)))
-                break
-        close(spare)
+                # expert data: what the policy played with the plan is not of the policy with the plain prompt
+                return replace(group, trajectories=(*group.trajectories, as_expert(rolled)))
         return group
 
     def observe(self, group: Group) -> None:
         if any(map(succeeded, group.trajectories)) and group.task.key not in self.traced:
             self.traced = [*self.traced, group.task.key][-self.rule.tasks :]
 
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "guidance/traced_tasks": float(len(self.traced))}
 
-
-def as_expert(rolled: Trajectory) -> Trajectory:
-    """What the policy played with the plan, as expert data: its behaviour policy is not that of the plain prompt."""
-    turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in rolled.turns)
-    return replace(rolled, turns=turns, origin=Origin.EXPERT)
-
-
-@dataclass(frozen=True)
 class SelfRolledPlans(Guidance):
     """A group without a success whose task has no trace yet gets up to ``tries`` episodes of the policy with the plan of the
     scripted solution in its prompt, one after the other until one succeeds: what the policy plays so is close to what it can
@@ -353,18 +369,16 @@ class SelfRolledPlans(Guidance):
 
 
 @dataclass
-class _ShortestPrefix(LiveGuidance):
+class _ShortestPrefix(WholeGroup):
     hard: dict[str, list[int]] = field(default_factory=dict)  # by task key: share, tries with it, works, guided next
-    saved = ("counts", "hard")
+    saved, sizes = ("counts", "hard"), {"hard_tasks": "hard"}
 
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+    def support(self, request: GroupRequest) -> Support | None:
         level, _, _, guided = self.hard.get(request.task.key, (0, 0, 0, 0))
-        if not guided:
-            return strategy.begin(request)
-        return guided_group(request, request.sessions(), Support(share=parse_shares(self.rule.shares)[level]))
+        return Support(share=parse_shares(self.rule.shares)[level]) if guided else None
 
     def observe(self, group: Group) -> None:
-        self.count_results(group.trajectories)
+        super().observe(group)
         key, solved = group.task.key, any(map(succeeded, group.trajectories))
         guided = all(t.guidance for t in group.trajectories)
         if not guided and solved:
@@ -378,11 +392,7 @@ class _ShortestPrefix(LiveGuidance):
                 level, tries = (level + 1) % len(parse_shares(self.rule.shares)), 0
         remember(self.hard, key, [level, tries, works, int(not guided)])
 
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "guidance/hard_tasks": float(len(self.hard))}
 
-
-@dataclass(frozen=True)
 class ShortestPrefix(Guidance):
     """Hard tasks, those whose last plain group had no success, are sampled with and without help in turn. Help is the shortest
     of the ``shares`` of the solution, in the prompt, from which at least one of ``tries`` rollouts succeeded; while none has, the
@@ -407,20 +417,15 @@ def uniform(*parts: object) -> float:
     return stable_seed(*parts) / 2**63
 
 
-@dataclass
-class _RecordedPrefixes(LiveGuidance):
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+class _RecordedPrefixes(WholeGroup):
+    def support(self, request: GroupRequest) -> Support | None:
+        # a group that is issued again has another number behind "~", and must start at the same place
         k = int(uniform(self.seed, "which", request.group.split("~")[0]) * (self.rule.prefixes + 1))
         if k == self.rule.prefixes:
-            return strategy.begin(request)
-        support = Support(share=self.rule.cut(self.seed, request.task.key, k), played=True)
-        return guided_group(request, request.sessions(), support)
-
-    def observe(self, group: Group) -> None:
-        self.count_results(group.trajectories)
+            return None
+        return Support(share=self.rule.cut(self.seed, request.task.key, k), played=True)
 
 
-@dataclass(frozen=True)
 class RecordedPrefixes(Guidance):
     """Of ``prefixes`` + 1 groups of a task, one starts at the prompt; the others continue one of ``prefixes`` cuts of the
     solution, uniform between ``low`` and ``high`` of its ids and fixed for the task. The prefix is context: it is played in the
@@ -440,16 +445,15 @@ class RecordedPrefixes(Guidance):
 
 
 @dataclass
-class _BackwardStarts(LiveGuidance):
+class _BackwardStarts(WholeGroup):
     left: dict[str, int] = field(default_factory=dict)  # by task key
     saved = ("counts", "left")
 
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        turns_left = self.left.get(request.task.key, self.rule.first)
-        return guided_group(request, request.sessions(), Support(turns_left=turns_left))
+    def support(self, request: GroupRequest) -> Support:
+        return Support(turns_left=self.left.get(request.task.key, self.rule.first))
 
     def observe(self, group: Group) -> None:
-        self.count_results(group.trajectories)
+        super().observe(group)
         key, rate = group.task.key, sum(map(succeeded, group.trajectories)) / max(1, len(group.trajectories))
         before = self.left.get(key, self.rule.first)
         at_prompt = not any(t.guidance for t in group.trajectories)  # then there is no earlier start
@@ -462,7 +466,6 @@ class _BackwardStarts(LiveGuidance):
         return {**super().metrics(), "guidance/turns_left": mean}
 
 
-@dataclass(frozen=True)
 class BackwardStarts(Guidance):
     """A group starts ``first`` turns before the end of its task's solution. Where at least ``enough`` of its episodes succeed,
     the task's next group starts ``by`` turns earlier; where none does, ``by`` turns later, but never nearer to the end than
@@ -478,19 +481,12 @@ class BackwardStarts(Guidance):
         return left + self.by if rate >= self.enough else max(self.first, left - self.by) if rate == 0 else left
 
 
-@dataclass
-class _LateStarts(LiveGuidance):
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+class _LateStarts(WholeGroup):
+    def support(self, request: GroupRequest) -> Support | None:
         k = stable_seed(self.seed, "start", request.group.split("~")[0]) * (self.rule.starts + 1) >> 63
-        if k == 0:
-            return strategy.begin(request)
-        return guided_group(request, request.sessions(), Support(turns_left=k * self.rule.apart))
-
-    def observe(self, group: Group) -> None:
-        self.count_results(group.trajectories)
+        return Support(turns_left=k * self.rule.apart) if k else None
 
 
-@dataclass(frozen=True)
 class LateStarts(Guidance):
     """Every group starts at one of ``starts`` + 1 places with equal chances: at the prompt, or k·``apart`` turns before the end
     of its task's solution, k = 1 ... ``starts``. All episodes of a group start at the same place."""
@@ -503,25 +499,16 @@ class LateStarts(Guidance):
 # ------------------------------------------------------- help for a part of every group
 
 
-@dataclass
-class _HintByDifficulty(LiveGuidance):
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        plain = (request.size + 1) // 2
-        first = strategy.begin(replace(request, size=plain))
-        return self._grow(request, first, guided_sessions(request, request.size - plain))
+class _HintByDifficulty(PartOfGroup):
+    def plain(self, size: int) -> int:
+        return (size + 1) // 2
 
-    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
-        group = await plain
+    def support(self, group: Group) -> Support | None:
         share = self.rule.share(sum(map(succeeded, group.trajectories)) / max(1, len(group.trajectories)))
-        more = {"support": Support(share=share, played=True)} if share else {}
         self.count("hints_given", int(bool(share)))
-        played = await request.play_all(spare, GUIDED, **more)
-        group = replace(group, trajectories=(*group.trajectories, *played))
-        self.count_results(group.trajectories)
-        return group
+        return Support(share=share, played=True) if share else None
 
 
-@dataclass(frozen=True)
 class HintByDifficulty(Guidance):
     """Half of a group is played without help. The harder it was, d = 1 − success rate, the longer the prefix of the solution that
     the other half continues: share = ``most``·d; d = 0 means no help. The prefix is context."""
@@ -552,7 +539,6 @@ class _HalfInContext(LiveGuidance):
         return group
 
 
-@dataclass(frozen=True)
 class HalfInContext(Guidance):
     """``share`` of each group reads a document in its prompt: the text of a file, or hints 1 to ``tier`` of the environment. The
     record does not contain it, so what is trained is the policy without the document. The strategy grows the other part."""
@@ -573,22 +559,16 @@ class HalfInContext(Guidance):
 
 
 @dataclass
-class _CaseMemory(LiveGuidance):
-    stored: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # by task key: first message, dialogue, whether it succeeded
-    saved = ("counts", "stored")
+class _CaseMemory(PartOfGroup):
+    stored: dict[str, list[Any]] = field(default_factory=dict)  # by task key: first message, dialogue, success
+    saved, sizes = ("counts", "stored"), {"cases": "stored"}
 
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        if request.size < 2 or not self.rule.cases:
-            return strategy.begin(request)
-        plain = strategy.begin(replace(request, size=1))
-        return self._grow(request, plain, guided_sessions(request, request.size - 1))
+    def plain(self, size: int) -> int:
+        return 0 if size < 2 or not self.rule.cases else 1
 
-    async def _grow(self, request: GroupRequest, plain: Growing, spare: list[Session]) -> Group:
-        group = await plain
-        # the most similar cases as text; ties go to the latest. Empty without any
-        question = Counter(next((first_message(t) for t in group.trajectories if t.messages), "").split())
+    def support(self, group: Group) -> Support | None:
+        """The most similar cases as text; ties go to the latest."""
+        question = Counter(question_of(group))
         others = [case for key, case in self.stored.items() if key != group.task.key]
         order = sorted(range(len(others)), key=lambda n: (-cosine(question, Counter(others[n][0].split())), -n))
         nearest = [others[n] for n in order[: self.rule.cases]]
@@ -596,11 +576,7 @@ class _CaseMemory(LiveGuidance):
         parts = [[title, *(shown for _, shown, good in nearest if good == kind)] for title, kind in kinds]
         text = "\n\n".join("\n".join(part) for part in parts if len(part) > 1)
         self.count("groups_with_cases", int(bool(text)))
-        more: dict[str, Any] = {"support": Support(text=text)} if text else {}
-        played = await request.play_all(spare, GUIDED, **more)
-        group = replace(group, trajectories=(*group.trajectories, *played))
-        self.count_results(group.trajectories)
-        return group
+        return Support(text=text) if text else None
 
     def observe(self, group: Group) -> None:
         members = [t for t in group.trajectories if t.messages and t.fork is None]
@@ -616,7 +592,7 @@ class _CaseMemory(LiveGuidance):
 
     def metrics(self) -> dict[str, float]:
         solved = sum(bool(good) for *_, good in self.stored.values())
-        return {**super().metrics(), "guidance/cases": float(len(self.stored)), "guidance/cases_solved": float(solved)}
+        return {**super().metrics(), "guidance/cases_solved": float(solved)}
 
 
 def cosine(a: Counter[str], b: Counter[str]) -> float:
@@ -625,7 +601,6 @@ def cosine(a: Counter[str], b: Counter[str]) -> float:
     return sum(n * b[word] for word, n in a.items()) / norm if norm else 0.0
 
 
-@dataclass(frozen=True)
 class CaseMemory(Guidance):
     """The first trajectory of a group is sampled plainly and tells the first message of the task. The prompts of the others show
     the ``cases`` finished tasks with the most similar first message (cosine of word counts). Each task leaves one case, a success
