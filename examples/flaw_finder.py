@@ -19,7 +19,7 @@ from pathlib import Path
 from turnwise import Action, train
 from turnwise.environments.base import tool_action
 from turnwise.environments.builtin.calculator import Calculator
-from turnwise.rewards.first_error import steps_of
+from turnwise.rewards.judge import steps_of
 
 
 def imperfect(env: Calculator, rng: random.Random) -> Action:

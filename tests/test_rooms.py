@@ -37,7 +37,7 @@ MAY_IMPORT = {  # room: rooms below it, or single files of a room ("data.replay"
     "rollout": f"{CORE} rewards environments.contract environments.calls",
     "serve": f"{CORE} workers rollout",
     "data": f"{CORE} tasks rollout",
-    "recipes": f"{CORE} config algebra credit tasks data.replay rollout.strategies rollout.guidance rollout.precision",
+    "recipes": f"{CORE} config algebra credit tasks data.replay rollout.strategies rollout.guidance",
     "checks": f"{CORE} algebra recipes",
     "integrations": f"{CORE} algebra credit tasks.admission recipes",
     "evaluation": f"{CORE} config",

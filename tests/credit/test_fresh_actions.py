@@ -22,8 +22,8 @@ from turnwise.core.batch import pack
 from turnwise.core.levels import TRAJECTORY, TURN, Field
 from turnwise.core.records import Fork, Group, Origin, Sampling, Task, Trajectory, Turn
 from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
+from turnwise.data.mixing import TurnResampler
 from turnwise.data.replay import FreshActions, RecentBuffer
-from turnwise.data.resampling import TurnResampler
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.families.segment_credit import PresentActions

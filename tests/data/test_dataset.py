@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.core.records import Task
-from turnwise.data.augment import DIRECTIONS, with_directions, with_revisions
-from turnwise.data.dataset import read_dataset
+from turnwise.data.dataset import DIRECTIONS, read_dataset, with_directions, with_revisions
 from turnwise.errors import SettingError
 
 USER = {"role": "user", "content": "2+2?"}

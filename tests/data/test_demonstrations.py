@@ -12,8 +12,8 @@ from turnwise import environments
 from turnwise.core.records import Group, Origin, Task, Trajectory, Turn
 from turnwise.data.dataset import read_dataset
 from turnwise.data.demonstrations import DemonstrationContext, Demonstrations, RowDemonstrator, ScriptedDemonstrator
-from turnwise.data.ledger_reader import inline_fork, trajectory_reader
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler, split_held_out
+from turnwise.data.replay import inline_fork, trajectory_reader
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_tokenizer

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from turnwise.errors import SettingError
 from turnwise.rewards import builtin
+from turnwise.rewards.conventions import AnswerGroup, AnswerSample
 from turnwise.rewards.functions import RewardLimits, check_rewards, open_rewards
-from turnwise.rewards.samples import AnswerGroup, AnswerSample
 from turnwise.rewards.spec import parse_rewards
 
 

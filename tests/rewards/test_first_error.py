@@ -21,7 +21,7 @@ from turnwise.core.records import Group, Task
 from turnwise.environments.base import text_action, tool_action
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.errors import SettingError
-from turnwise.rewards.first_error import answer, count_steps, question, read_answer, step_index_reward, steps_of
+from turnwise.rewards.judge import answer, count_steps, question, read_answer, step_index_reward, steps_of
 from turnwise.rollout.scoring import FirstErrorScorer
 from turnwise.training.rewards import check_judge, reward_model_folder
 

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.rewards.judge import JudgeQuestion, Verdict, VerdictError, as_text, common_prefix, letter
-from turnwise.rewards.verdict_cache import StoredVerdicts, VerdictCache
+from turnwise.rewards.judge import (
+    JudgeQuestion,
+    StoredVerdicts,
+    Verdict,
+    VerdictCache,
+    VerdictError,
+    as_text,
+    common_prefix,
+    letter,
+)
 
 texts = st.text(max_size=30)
 dialogues = st.lists(

@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from turnwise.errors import SettingError
+from turnwise.rewards.conventions import AnswerGroup, AnswerSample
 from turnwise.rewards.functions import LocalReward, RewardLimits, check_rewards, open_rewards
 from turnwise.rewards.process import CallFailed, ProcessSettings, ScoringPool
-from turnwise.rewards.samples import AnswerGroup, AnswerSample
 from turnwise.rewards.spec import RewardSpec, parse_rewards
 
 SOURCE = """

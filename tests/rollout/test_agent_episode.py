@@ -15,9 +15,8 @@ from support.episodes import RENDERER, TASK
 from turnwise import environments
 from turnwise.core.records import Status, Task
 from turnwise.errors import EnvironmentFault
-from turnwise.rollout.agent_client import AgentClient, read_request
+from turnwise.rollout.agent_client import AgentClient, FunctionAgent, open_task, read_request
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallRequest, read_outcome
-from turnwise.rollout.agent_task import FunctionAgent, open_task
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.lineage import canonical
 

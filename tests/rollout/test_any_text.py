@@ -21,7 +21,7 @@ from turnwise.data.files import read_table
 from turnwise.errors import SettingError
 from turnwise.observe.progress import PlainLog
 from turnwise.observe.report import transcript
-from turnwise.rollout.renderer import parse_action
+from turnwise.rollout.parsers.choice import read_turn
 from turnwise.store.atomic import write_json
 from turnwise.store.ledger import SqliteLedger
 
@@ -87,14 +87,14 @@ def test_a_dropped_group_keeps_its_reason(tmp_path: Path) -> None:
 
 def test_a_tool_call_with_half_a_character() -> None:
     """It ended a run for good: the reply that quotes the name could not be written, in this run and in every resume."""
-    action = parse_action('<tool_call>{"name": "\\ud800", "arguments": {"\\udfff": ["\\ud800"]}}</tool_call>')
+    action = read_turn('<tool_call>{"name": "\\ud800", "arguments": {"\\udfff": ["\\ud800"]}}</tool_call>')
     assert action.calls[0].name == "\ufffd"
     assert action.calls[0].arguments == {"\ufffd": ["\ufffd"]}
 
 
 def test_arguments_nested_too_deep_are_a_fault() -> None:
     deep = "[" * 500 + "]" * 500
-    action = parse_action('<tool_call>{"name": "f", "arguments": {"a": ' + deep + "}}</tool_call>")
+    action = read_turn('<tool_call>{"name": "f", "arguments": {"a": ' + deep + "}}</tool_call>")
     assert not action.calls and len(action.faults) == 1
 
 

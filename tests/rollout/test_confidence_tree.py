@@ -17,7 +17,7 @@ from turnwise.engines.kernels.sampling import TokenSampler
 from turnwise.errors import ContextOverflow, RecipeError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.confidence import (
+from turnwise.rollout.strategies.tree import (
     PRUNED,
     BranchRule,
     ConfidenceTree,

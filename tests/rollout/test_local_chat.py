@@ -10,7 +10,7 @@ from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.generator.paired_generators import PairedGenerator
 from turnwise.errors import ContextOverflow
 from turnwise.models.tiny import tiny_tokenizer
-from turnwise.rollout.local_chat import LocalChat
+from turnwise.rollout.chat_session import LocalChat
 from turnwise.rollout.renderer import Renderer
 
 ASK = [{"role": "user", "content": "hello"}]

@@ -13,7 +13,7 @@ from turnwise.core.protocols import Step
 from turnwise.core.records import Completion, Group, Sampling, Stop, Task
 from turnwise.errors import RenderError
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.rollout import observation_mask
+from turnwise.rollout import renderer as observation_mask
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.renderer import CHATML, Renderer
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.rollout.chat_template import fast_template
-from turnwise.rollout.message_loop import message_loop
+from turnwise.rollout.chat_template import fast_template, message_loop
 from turnwise.rollout.renderer import CHATML, Renderer
 
 TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},)

@@ -15,8 +15,7 @@ from turnwise.core.records import Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
 from turnwise.recipes.families.reward_shaping import CheapestModePays
-from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.modes import ForcedModes
+from turnwise.rollout.strategies import ForcedModes, Independent
 
 
 @pytest.fixture(scope="module")

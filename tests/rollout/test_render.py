@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from turnwise.errors import RenderError
 from turnwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from turnwise.rollout.renderer import CHATML, Renderer, parse_action
+from turnwise.rollout.parsers.choice import read_turn
+from turnwise.rollout.renderer import CHATML, Renderer
 
 FORGETS_THOUGHTS = CHAT_TEMPLATE.replace("message.content", "message.content.split('</think>')[-1]")
 TRIMS = CHAT_TEMPLATE.replace("message.content", "message.content | trim")
@@ -224,7 +225,7 @@ def call(body: str) -> str:
     ],
 )
 def test_calls_are_read(text, calls):
-    action = parse_action(text)
+    action = read_turn(text)
     assert [(c.name, c.arguments) for c in action.calls] == calls
     assert not action.faults and action.text == text
     assert len({c.id for c in action.calls}) == len(calls)
@@ -251,19 +252,19 @@ def test_calls_are_read(text, calls):
     ],
 )
 def test_what_cannot_be_read_is_a_fault_in_words(body, words):
-    action = parse_action(call(body))
+    action = read_turn(call(body))
     assert not action.calls and len(action.faults) == 1
     assert words in action.faults[0] and len(action.faults[0]) < 200
 
 
 def test_a_fault_does_not_cost_the_other_calls():
-    action = parse_action(call("oops") + call('{"name": "f"}') + call("[]"))
+    action = read_turn(call("oops") + call('{"name": "f"}') + call("[]"))
     assert [c.name for c in action.calls] == ["f"] and len(action.faults) == 2
 
 
 def test_a_huge_call_is_read():
     text = string.ascii_letters * 20_000
-    assert parse_action(call(json.dumps({"name": "f", "arguments": {"x": text}}))).calls[0].arguments["x"] == text
+    assert read_turn(call(json.dumps({"name": "f", "arguments": {"x": text}}))).calls[0].arguments["x"] == text
 
 
 SHARDS = ["<tool_call>", "</tool_call>", '{"name"', ': "f"', "}", "{", '"', "é", " ", "[", ","]
@@ -274,12 +275,12 @@ ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_siz
 @given(st.lists(st.sampled_from(SHARDS), max_size=12))
 def test_nothing_a_model_says_raises(pieces):
     text = "".join(pieces)
-    assert parse_action(text).text == text
+    assert read_turn(text).text == text
 
 
 @settings(deadline=None)
 @given(ARGUMENTS, st.text(min_size=1, max_size=9))
 def test_every_well_formed_call_comes_back(arguments, name):
     if "</tool_call>" not in json.dumps([name, arguments]):
-        (found,) = parse_action(call(json.dumps({"name": name, "arguments": arguments}))).calls
+        (found,) = read_turn(call(json.dumps({"name": name, "arguments": arguments}))).calls
         assert (found.name, found.arguments) == (name, arguments)

@@ -16,8 +16,7 @@ from turnwise.core.records import Status, Task, Trajectory, Turn
 from turnwise.engines.generator.paired_generators import DraftingGenerator
 from turnwise.errors import RecipeError, SettingError
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent
-from turnwise.rollout.strategies.independent import extremes
+from turnwise.rollout.strategies import DraftSelection, GroupRequest, Independent, extremes
 from turnwise.training import build, engines
 from turnwise.training.plan import EnvSpec, RunPlan, resolve_settings
 from turnwise.training.refusals import LOADED, WITH_RECIPE, refuse

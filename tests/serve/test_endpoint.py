@@ -12,8 +12,8 @@ from support.episodes import RENDERER, TASK
 
 from turnwise import environments
 from turnwise.core.records import Status, Task
+from turnwise.rollout.agent_client import AgentTask, open_task
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome
-from turnwise.rollout.agent_task import AgentTask, open_task
 from turnwise.rollout.episode import Episode, EpisodeLimits
 
 starlette = pytest.importorskip("starlette")

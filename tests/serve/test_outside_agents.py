@@ -17,8 +17,8 @@ from support.episodes import RENDERER
 from turnwise import environments
 from turnwise.core.records import Status, Task
 from turnwise.errors import SettingError
+from turnwise.rollout.agent_client import AgentTask, FunctionAgent, open_task
 from turnwise.rollout.agent_episode import AgentEpisode
-from turnwise.rollout.agent_task import AgentTask, FunctionAgent, open_task
 from turnwise.serve.agents import ExternalAgent
 from turnwise.serve.server import EndpointHost, listen_on, read_address
 from turnwise.serve.sessions import Sessions

@@ -10,8 +10,7 @@ from tests.support.judged import rule
 from turnwise.core.chat import ChatReply
 from turnwise.core.records import Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RequestRefused, ServerFault, SettingError
-from turnwise.rewards.judge import DEFAULT_RUBRIC
-from turnwise.rewards.verdict_cache import VerdictCache
+from turnwise.rewards.judge import DEFAULT_RUBRIC, VerdictCache
 from turnwise.rollout.scoring import JudgeScorer
 from turnwise.training.plan import read_rubric
 

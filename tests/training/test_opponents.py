@@ -16,8 +16,7 @@ from turnwise.core.records import Completion, Sampling, Stop, Task
 from turnwise.engines.generator.paired_generators import OpponentPool
 from turnwise.environments import load, make
 from turnwise.errors import SettingError
-from turnwise.rollout.episode import Episode, EpisodeLimits
-from turnwise.rollout.episode_start import OtherSeats
+from turnwise.rollout.episode import Episode, EpisodeLimits, OtherSeats
 from turnwise.rollout.renderer import Renderer
 from turnwise.store.checkpoint import load_checkpoint
 from turnwise.store.ledger import SqliteLedger

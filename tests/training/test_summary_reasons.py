@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from turnwise.config.settings import Settings
-from turnwise.rewards.judge import Verdict, as_text
-from turnwise.rewards.verdict_cache import StoredVerdicts, VerdictCache
+from turnwise.rewards.judge import StoredVerdicts, Verdict, VerdictCache, as_text
 from turnwise.store.rundir import RunDir
 from turnwise.training.rewards import CACHE
 from turnwise.training.summary import RunSummary

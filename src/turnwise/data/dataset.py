@@ -15,15 +15,17 @@ one side. Knows no tokens and no environment.
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.core.protocols import ToolCall
 from turnwise.core.records import Message, Task
-from turnwise.data.files import LineErrors, is_finite_number, read_table
+from turnwise.data.files import LineErrors, is_finite_number, parse_cell, read_table
 from turnwise.rollout.parsers.table import HERMES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -142,7 +144,6 @@ def _message(value: Any, name: str) -> Message:
     if role not in ROLES:
         raise InvalidRow(f"{name} has the role {_shown(role)}; write one of {', '.join(ROLES)}")
     optional = {k: v for k, v in value.items() if k in ("name", "tool_call_id") and isinstance(v, str)}
-    # the text of a message, with `tool_calls` appended in the syntax that the renderer translates into the model's own
     content, calls = value.get("content"), value.get("tool_calls") or []
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(p["text"] for p in content)
@@ -154,17 +155,10 @@ def _message(value: Any, name: str) -> Message:
         raise InvalidRow(f"a {value['role']} message of {name} calls tools; only the assistant can")
     if not isinstance(calls, list):
         raise InvalidRow(f"tool_calls of {name} is {_shown(calls)}; write a list")
-    # the assistant's reasoning, as text in front of what it says; the renderer writes it as the model does
+    # reasoning stands in front of what is said, and calls behind it, in one syntax: the renderer writes both as the model does
     reasoning = next((value[key] for key in REASONING if isinstance(value.get(key), str)), "")
-    return {
-        "role": role,
-        "content": (
-            (f"<think>\n{reasoning}\n</think>\n\n" if reasoning and value["role"] == "assistant" else "")
-            + content
-            + HERMES.write([_call(call, name) for call in calls])
-        ),
-        **optional,
-    }
+    thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning and role == "assistant" else ""
+    return {"role": role, "content": thought + content + HERMES.write([_call(c, name) for c in calls]), **optional}
 
 
 def _call(value: Any, name: str) -> ToolCall:
@@ -191,20 +185,11 @@ def _dialogue(messages: list[Message], name: str = "messages") -> Example:
     return Example(tuple(messages[: turns[0]]), tuple(messages[turns[0] :]))
 
 
-def _prompt(value: Any) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return parse_messages(value, "prompt")
-
-
-def _answer(value: Any, name: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    return parse_messages(value, name)
-
-
 def _completion(prompt: Any, completion: Any, name: str = "completion") -> Example:
-    before, after = _prompt(prompt), _answer(completion, name)
+    before, after = (
+        [{"role": role, "content": value}] if isinstance(value, str) else parse_messages(value, column)
+        for value, column, role in ((prompt, "prompt", "user"), (completion, name, "assistant"))
+    )
     if after[0]["role"] != "assistant":
         raise InvalidRow(
             f"{name} begins with a {after[0]['role']} message; what comes before the assistant is the prompt"
@@ -214,7 +199,8 @@ def _completion(prompt: Any, completion: Any, name: str = "completion") -> Examp
 
 def _pair(values: Mapping[str, Any]) -> list[Example]:
     chosen, rejected = values["chosen"], values["rejected"]
-    is_dialogue = [isinstance(v, list) and bool(v) and _role(v[0]) != "assistant" for v in (chosen, rejected)]
+    first = lambda v: v[0].get("role") if isinstance(v[0], dict) else None  # noqa: E731
+    is_dialogue = [isinstance(v, list) and bool(v) and first(v) != "assistant" for v in (chosen, rejected)]
     separate = [name for name in ("prompt_chosen", "prompt_rejected") if name in values]
     if separate:
         _require(values, "prompt_chosen", "prompt_rejected")
@@ -234,10 +220,6 @@ def _pair(values: Mapping[str, Any]) -> list[Example]:
     if (examples[0].prompt, examples[0].completion) == (examples[1].prompt, examples[1].completion):
         raise InvalidRow("chosen and rejected are the same; there is nothing to prefer")
     return examples
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 def _pair_of_dialogues(chosen: list[Message], rejected: list[Message], prompt: Any) -> list[Example]:
@@ -319,17 +301,10 @@ def _side_columns(values: Mapping[str, Any], side: str) -> dict[str, Any]:
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
-    value = _loads(value) if isinstance(value, str) else value
+    value = parse_cell(value.strip() if isinstance(value, str) else value)
     if not isinstance(value, Sequence) or not all(isinstance(tool, dict) for tool in value):
         raise InvalidRow(f"tools is {_shown(value)}; write a list of tool schemas")
     return tuple(value)
-
-
-def _loads(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _task(values: Mapping[str, Any], environment: str) -> Task | None:
@@ -354,3 +329,58 @@ def _shown(value: Any) -> str:
     """A value as an error shows it: short, on one line."""
     shown = " ".join(repr(value).split())
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+REVISE: Message = {"role": "user", "content": "Write a better answer."}
+DIRECTIONS = 4  # per prompt
+MAX_ANGLE = math.pi / 4  # between a direction and the first rating
+DIRECTION_PREFIX = "toward_"
+
+
+def with_revisions(dataset: Dataset) -> Dataset:
+    """Each pair as six examples: both answers alone (fact ``revises`` 0), after the rejected one (1), after the chosen one
+    (2)."""
+    rows = []
+    for row in dataset.rows:
+        chosen, rejected = row.examples
+        earlier = {0.0: (), 1.0: (*rejected.completion, REVISE), 2.0: (*chosen.completion, REVISE)}
+        examples = [
+            replace(example, prompt=(*example.prompt, *messages), facts={**example.facts, "revises": code})
+            for code, messages in earlier.items()
+            for example in (chosen, rejected)
+        ]
+        rows.append(replace(row, examples=tuple(examples)))
+    return replace(dataset, rows=tuple(rows))
+
+
+def with_directions(dataset: Dataset, names: Sequence[str], seed: int) -> Dataset:
+    """Each rated answer in ``DIRECTIONS`` directions: a unit vector v over the ratings ``names``, sampled per prompt, stated at
+    the start of the prompt in whole hundredths and recorded as the facts ``toward_NAME``. The ratings become named rewards.
+
+    v = cos φ · first + sin φ · u, φ at most 45°, u a unit vector over the others. A row that gives its direction keeps it: its
+    prompt already states it. Rows of one prompt and direction form one group, whatever task they name."""
+    errors, rows = LineErrors(dataset.path), list[DatasetRow]()
+    for row in dataset.rows:
+        example = row.examples[0]
+        missing = [name for name in names if not isinstance(example.facts.get(name), float)]
+        if missing:
+            errors.add(row.line, f"no rating {', '.join(missing)}; write a number in a column of that name")
+            continue
+        rated = replace(example, rewards={name: float(example.facts[name]) for name in names})
+        if all(f"{DIRECTION_PREFIX}{name}" in example.facts for name in names):
+            rows.append(replace(row, examples=(rated,), task=None))
+            continue
+        rng = random.Random(f"{seed}/{json.dumps(example.prompt, sort_keys=True)}")  # equal prompts, equal directions
+        for copy in range(DIRECTIONS):
+            angle, others = rng.uniform(0, MAX_ANGLE), [rng.gauss(0, 1) for _ in names[1:]]
+            length = math.hypot(*others) or 1.0
+            exact = [math.cos(angle), *(math.sin(angle) * x / length for x in others)]
+            # rounded as the prompt states it: what is trained must be what was read
+            direction = {name: round(x, 2) for name, x in zip(names, exact)}
+            stated = " + ".join(f"{name}*{round(100 * x)}" for name, x in direction.items())
+            first, *later = rated.prompt
+            prompt = ({**first, "content": f"[{stated}]\n{first['content']}"}, *later)
+            facts = {**rated.facts, **{f"{DIRECTION_PREFIX}{n}": x for n, x in direction.items()}}
+            rows.append(replace(row, examples=(replace(rated, prompt=prompt, facts=facts),), task=None, copy=copy))
+    errors.raise_if_any(len(dataset))
+    return replace(dataset, rows=tuple(rows))

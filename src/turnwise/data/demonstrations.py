@@ -15,11 +15,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.core.protocols import Action
 from turnwise.core.records import Group, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
+from turnwise.core.stateful import Stateful
 from turnwise.data.dataset import DatasetRow, Example
 from turnwise.data.tokenize import DialogueTokenizer
 from turnwise.errors import EnvironmentFault
@@ -41,12 +42,6 @@ class DemonstrationContext:
     limits: EpisodeLimits
 
 
-class Demonstrator(Protocol):
-    """Demonstrates given tasks; None where it has no demonstration of a task."""
-
-    async def demonstrate(self, task: Task, step: int) -> Trajectory | None: ...
-
-
 @dataclass(frozen=True)
 class ScriptedDemonstrator:
     """Plays a scripted policy of the environment: ``oracle`` or ``demonstrator``."""
@@ -64,7 +59,7 @@ class ScriptedDemonstrator:
 
 @dataclass(frozen=True)
 class RowDemonstrator:
-    """Rows that name their tasks; where a task has several, each step uses a random one."""
+    """Rows that name their tasks; where a task has several, each step uses a random one, where it has none, none."""
 
     rows: Mapping[str, Sequence[DatasetRow]]
     context: DemonstrationContext
@@ -103,16 +98,17 @@ async def replay_in_environment(
 
 
 @dataclass
-class Demonstrations:
+class Demonstrations(Stateful):
     """The live source. ``taskless`` holds groups of rows without a task; ``demonstrator`` demonstrates a given task."""
 
     seed: int
     share: float = 0.2
-    demonstrator: Demonstrator | None = None
+    demonstrator: ScriptedDemonstrator | RowDemonstrator | None = None
     taskless: Sequence[Group] = ()
     drawn: int = 0
     prepared: dict[str, Trajectory] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # of the last step
+    saved = ("drawn",)
 
     async def prepare(self, tasks: Sequence[Task], step: int) -> None:
         """Obtain demonstrations of these tasks; a missing one is counted with its reason."""
@@ -146,35 +142,20 @@ class Demonstrations:
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
         """Each group with the demonstration of its task; then taskless rows as groups of their own."""
-        mixed = [_with_demonstration(group, self.for_task(group.task)) for group in groups]
+        mixed = []
+        for group in groups:
+            shown = self.for_task(group.task)
+            mixed.append(group if shown is None else replace(group, trajectories=(*group.trajectories, shown)))
         rollouts = sum(len(group.trajectories) for group in groups)
         missing = round(rollouts * self.share / (1 - self.share)) if self.taskless else 0
         while missing > 0:
-            mixed.append(self._next_taskless())
-            missing -= len(mixed[-1].trajectories)
+            n, self.drawn = self.drawn, self.drawn + 1
+            group = self.taskless[shuffled_index(self.seed, n, len(self.taskless))]
+            # the number of the draw keeps ids apart: one row may be drawn twice in a step
+            members = tuple(replace(t, id=f"demo{n}:{t.id}") for t in group.trajectories)
+            mixed.append(Group(f"demo{n}:{group.id}", group.task, members))
+            missing -= len(members)
         return mixed
-
-    def _next_taskless(self) -> Group:
-        n, self.drawn = self.drawn, self.drawn + 1
-        group = self.taskless[shuffled_index(self.seed, n, len(self.taskless))]
-        members = tuple(replace(t, id=f"demo{n}:{t.id}") for t in group.trajectories)
-        return Group(f"demo{n}:{group.id}", group.task, members)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.drawn = int(state["drawn"])
 
     def metrics(self) -> dict[str, float]:
         return {f"demos/{outcome[:60]}": float(n) for outcome, n in self.counts.items()}
-
-
-def _with_demonstration(group: Group, demonstration: Trajectory | None) -> Group:
-    return group if demonstration is None else replace(group, trajectories=(*group.trajectories, demonstration))
-
-
-__all__ = [
-    "DemonstrationContext", "Demonstrations", "Demonstrator", "RowDemonstrator", "ScriptedDemonstrator",
-    "replay_in_environment",
-]  # fmt: skip

@@ -6,6 +6,7 @@ Knows no column's meaning.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -46,17 +47,15 @@ class LineErrors:
         by_message: dict[str, list[int]] = {}
         for line, message in sorted(self.errors):
             by_message.setdefault(message, []).append(line)
-        quoted = "; ".join(f"{_line_list(lines)}: {text}" for text, lines in list(by_message.items())[:MAX_QUOTED])
+        quoted = []
+        for message, lines in list(by_message.items())[:MAX_QUOTED]:
+            shown = ", ".join(map(str, lines[:MAX_QUOTED]))
+            shown += f" and {len(lines) - MAX_QUOTED} more" if len(lines) > MAX_QUOTED else ""
+            quoted.append(f"line{'s' * (len(lines) > 1)} {shown}: {message}")
         unquoted = sum(len(lines) for lines in list(by_message.values())[MAX_QUOTED:])
-        more = f"; and {unquoted} more" if unquoted else ""
+        quoted += [f"and {unquoted} more"] * bool(unquoted)
         bad = len({line for line, _ in self.errors})
-        raise SettingError(f"{self.path}: {bad} of {rows} rows cannot be used. {quoted}{more}")
-
-
-def _line_list(lines: list[int]) -> str:
-    shown = ", ".join(map(str, lines[:MAX_QUOTED]))
-    more = f" and {len(lines) - MAX_QUOTED} more" if len(lines) > MAX_QUOTED else ""
-    return f"line{'s' * (len(lines) > 1)} {shown}{more}"
+        raise SettingError(f"{self.path}: {bad} of {rows} rows cannot be used. {'; '.join(quoted)}")
 
 
 def read_table(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
@@ -71,14 +70,9 @@ def read_table(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
         rows = list(_parquet(path) if path.suffix == ".parquet" else _text(path))
     if not rows:
         raise SettingError(f"{path} holds no rows; write one JSON object on each line")
-    return _clean_rows(path, rows)
-
-
-def _clean_rows(path: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
-    """The rows with valid Unicode only: a JSON escape can write half a character."""
     errors, out = LineErrors(path), []
     for line, row in rows:
-        try:
+        try:  # a JSON escape can write half a character, which no file could hold again
             out.append((line, clean_tree(row)))
         except RecursionError as fault:
             errors.add(line, f"a column is {fault}; write flat columns")
@@ -127,19 +121,18 @@ def _separated(path: Path, text: str, separator: str) -> Iterator[tuple[int, dic
                     reader.line_num, f"{len(values)} values for {len(header)} columns; quote values with separators"
                 )
             elif values:
-                rows.append((reader.line_num, {k: _cell(v) for k, v in zip(header, values) if v != ""}))
+                rows.append((reader.line_num, {k: parse_cell(v) for k, v in zip(header, values) if v != ""}))
     except csv.Error as fault:
         raise SettingError(f"{path} line {reader.line_num}: {fault}") from fault
     errors.raise_if_any(len(rows) + len(errors.errors))
     yield from rows
 
 
-def _cell(text: str) -> Any:
-    if text[:1] in ("[", "{"):
-        try:
+def parse_cell(text: Any) -> Any:
+    """A text that holds a JSON list or object, as that; anything else as it is."""
+    if isinstance(text, str) and text[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
     return text
 
 

@@ -36,35 +36,33 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
     """The rows of a saved data set or of one on the hub."""
     if not os.path.isdir(name):
         _require_connection(name)  # before an import that takes seconds
-    datasets = _import_datasets(name)
     try:
-        found = datasets.load_from_disk(name) if os.path.isdir(name) else _download(datasets, name)
+        import datasets
+    except ImportError:
+        raise SettingError(
+            f"{name} is a data set, which needs the package datasets; pip install 'turnwise[data]', or write JSON Lines"
+        ) from None
+    datasets.disable_progress_bars()
+    try:
+        if os.path.isdir(name):
+            data = datasets.load_from_disk(name)
+        else:
+            owner_and_name, configuration, split = (*name.split(":"), None, None)[:3]
+            offered = datasets.get_dataset_split_names(owner_and_name, configuration) if split is not None else ()
+            if split is not None and split not in offered:
+                raise SettingError(f"{owner_and_name} has no split {split!r}; {nearest(split, offered)}")
+            data = datasets.load_dataset(owner_and_name, configuration, split=split)
     except SettingError:
         raise
     except Exception as fault:  # the package raises errors of many kinds
         words = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
         raise SettingError(f"the data set {name} cannot be read: {words}") from fault
-    yield from map(dict, _one_split(found, name))
-
-
-def _one_split(found: Any, name: str) -> Any:
-    if not isinstance(found, dict):
-        return found
-    splits = list(found)
-    if PREFERRED_SPLIT not in splits and len(splits) != 1:
-        raise SettingError(f"the data set {name} has the splits {', '.join(splits)}; save or name one of them")
-    return found[PREFERRED_SPLIT if PREFERRED_SPLIT in splits else splits[0]]
-
-
-def _download(datasets: Any, name: str) -> Any:
-    owner_and_name, *rest = name.split(":")
-    configuration = rest[0] if rest else None
-    split = rest[1] if len(rest) > 1 else None
-    if split is not None:
-        offered = datasets.get_dataset_split_names(owner_and_name, configuration)
-        if split not in offered:
-            raise SettingError(f"{owner_and_name} has no split {split!r}; {nearest(split, offered)}")
-    return datasets.load_dataset(owner_and_name, configuration, split=split)
+    if isinstance(data, dict):
+        splits = list(data)
+        if PREFERRED_SPLIT not in splits and len(splits) != 1:
+            raise SettingError(f"the data set {name} has the splits {', '.join(splits)}; save or name one of them")
+        data = data[PREFERRED_SPLIT if PREFERRED_SPLIT in splits else splits[0]]
+    yield from map(dict, data)
 
 
 def _require_connection(name: str) -> None:
@@ -82,14 +80,3 @@ def _require_connection(name: str) -> None:
             f"there is no file {name}, and as a data set on the hub it cannot be read: {address.hostname} is not "
             f"reachable ({fault}); write the path of a file"
         ) from fault
-
-
-def _import_datasets(name: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise SettingError(
-            f"{name} is a data set, which needs the package datasets; pip install 'turnwise[data]', or write JSON Lines"
-        ) from None
-    datasets.disable_progress_bars()
-    return datasets

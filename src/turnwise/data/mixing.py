@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from turnwise.core.records import Group, Task, Trajectory
-from turnwise.data.replay import LiveReplay
-from turnwise.data.resampling import TurnResampler
+from turnwise.core.batch import prefix
+from turnwise.core.protocols import Generator, Session
+from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Task, Trajectory, Turn
+from turnwise.core.seeds import stable_seed
+from turnwise.data.demonstrations import Demonstrations
+from turnwise.data.replay import FRESH, LiveReplay
+
+
+@dataclass
+class TurnResampler:
+    """Samples ``count`` turns at the state of every recorded turn that has tokens."""
+
+    generator: Generator
+    sampling: Sampling
+    count: int
+    seed: int
+
+    async def add(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """The groups with the resampled turns. Opens all sessions before the first token is decoded."""
+        drawn = [self._states(group, step) for group in groups]
+        states = [state for rows in drawn for state in rows]
+        sessions = [self.generator.open(stable_seed(self.seed, "fresh", one.id)) for one, _ in states]
+        plays = (self._sample(session, ids) for session, (_, ids) in zip(sessions, states))
+        completions = iter(await asyncio.gather(*plays))
+        out = []
+        for group, rows in zip(groups, drawn):
+            taken = [(one, next(completions)) for one, _ in rows]
+            more = [_with_turn(one, c) for one, c in taken if c.tokens and c.stop != Stop.CANCELLED]
+            out.append(replace(group, trajectories=(*group.trajectories, *more)))
+        return out
+
+    async def _sample(self, session: Session, ids: list[int]) -> Completion:
+        """One turn. Its session closes at once: a deterministic generator waits for open ones."""
+        try:
+            return await session.generate(ids, self.sampling)
+        finally:
+            session.close()
+
+    def _states(self, group: Group, step: int) -> list[tuple[Trajectory, list[int]]]:
+        """For each turn to sample, a fork with the recorded turn in its place, and the ids it reads."""
+        by_id, rows = {t.id: t for t in group.trajectories}, list[tuple[Trajectory, list[int]]]()
+        for t in group.trajectories:
+            for k, turn in enumerate(t.turns):
+                for j in range(self.count if turn.tokens else 0):
+                    key = f"{t.id}/fresh-{step}.{k}.{j}"
+                    one = Trajectory(key, t.task, (turn,), fork=Fork(t.id, k), facts={FRESH: 1.0}, guidance=t.guidance)
+                    rows.append((one, prefix(one, by_id)))
+        return rows
+
+
+def _with_turn(one: Trajectory, completion: Completion) -> Trajectory:
+    """The fork with the turn that was sampled instead. Its context belongs to the recorded trajectory."""
+    turn = one.turns[0]
+    taken = Turn(
+        context=(),
+        tokens=tuple(completion.tokens),
+        logp=tuple(completion.logp),
+        mass=() if not any(completion.mass) else tuple(completion.mass),
+        kept=() if not any(completion.kept) else tuple(completion.kept),
+        version=tuple(completion.version),
+        agent=turn.agent,
+        state=turn.state,
+        stop=completion.stop,
+        temperature=turn.temperature,
+        seconds_generating=completion.seconds,
+    )
+    return replace(one, turns=(taken,))
 
 
 class StatefulSampler(Protocol):
@@ -48,20 +113,6 @@ class GroupSource(Protocol):
     async def stop(self) -> None: ...
 
 
-class DemonstrationSource(Protocol):
-    """Expert trajectories, of given tasks or of any."""
-
-    async def prepare(self, tasks: Sequence[Task], step: int) -> None: ...
-
-    def mix(self, groups: Sequence[Group], step: int) -> list[Group]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-
 @dataclass
 class Mixture:
     """What a step trains on besides its own rollouts: a replay buffer, demonstrations, turns that are sampled again.
@@ -69,23 +120,20 @@ class Mixture:
     A buffer that asks for demonstrations places them itself; otherwise each group gets the demonstration of its task."""
 
     replay: LiveReplay
-    demonstrations: DemonstrationSource | None = None
+    demonstrations: Demonstrations | None = None
     replay_places_them: bool = False  # the buffer, not the group, decides where demonstrations go
     resampler: TurnResampler | None = None
 
     async def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        mixed = await self._recorded(groups, step)
-        return mixed if self.resampler is None else await self.resampler.add(mixed, step)
-
-    async def _recorded(self, groups: Sequence[Group], step: int) -> list[Group]:
         if self.demonstrations is not None:
             all_tasks = [group.task for group in groups]
             tasks = self.replay.missing_demonstrations(groups) if self.replay_places_them else all_tasks
             await self.demonstrations.prepare(tasks, step)
         mixed = self.replay.mix(groups, step)
-        if self.demonstrations is None or self.replay_places_them:
-            return mixed
-        return self.demonstrations.mix(mixed, step)
+        if self.demonstrations is not None and not self.replay_places_them:
+            mixed = self.demonstrations.mix(mixed, step)
+        # last, because replayed and demonstrated turns are sampled again, too
+        return mixed if self.resampler is None else await self.resampler.add(mixed, step)
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         self.replay.observe(groups, credited, step)

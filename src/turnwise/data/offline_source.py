@@ -11,10 +11,10 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from turnwise.core.protocols import LedgerProtocol
 from turnwise.core.records import Group, Task
+from turnwise.core.stateful import Stateful
 from turnwise.errors import SettingError
 from turnwise.tasks.task_source import shuffled_index
 
@@ -23,22 +23,17 @@ MIN_GROUPS = 20  # below this many groups none is held out
 
 
 @dataclass
-class ShuffledSampler:
+class ShuffledSampler(Stateful):
     """Which group is used next; has the methods of a live sampler."""
 
     count: int
     seed: int
     drawn: int = 0
+    saved = ("drawn",)
 
     def next(self) -> tuple[int, int]:
         n, self.drawn = self.drawn, self.drawn + 1
         return n, shuffled_index(self.seed, n, self.count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.drawn = int(state["drawn"])
 
     def metrics(self) -> dict[str, float]:
         return {"passes_over_data": self.drawn / self.count}
@@ -66,15 +61,15 @@ class OfflineSource:
         """Does nothing: a stored group is drawn in the step that trains on it."""
 
     async def collect_step(self, step: int) -> list[Group]:
-        return [self._next_group(step) for _ in range(self.size)]
-
-    def _next_group(self, step: int) -> Group:
-        n, index = self.sampler.next()
-        key, group = str(n), self.groups[index]
-        self.ledger.issue(key, group.task, step, step)
-        self.ledger.finish(Group(key, group.task, ()), step)
-        members = tuple(replace(t, id=f"{key}.{i}") for i, t in enumerate(group.trajectories))
-        return Group(key, group.task, members)
+        drawn = []
+        for _ in range(self.size):
+            n, index = self.sampler.next()
+            key, group = str(n), self.groups[index]
+            self.ledger.issue(key, group.task, step, step)
+            self.ledger.finish(Group(key, group.task, ()), step)  # without rollouts: the rows stay in their file
+            members = tuple(replace(t, id=f"{key}.{i}") for i, t in enumerate(group.trajectories))
+            drawn.append(Group(key, group.task, members))
+        return drawn
 
     async def stop(self) -> None:
         pass

@@ -65,12 +65,12 @@ class PromptFile:
 
     def describe(self) -> str:
         """Which columns were taken, for the log."""
-        taken = {kind: [] for kind in ("prompt", "answer")}  # type: dict[str, list[str]]
-        for source in self.sources:
-            kind, _, column = source.partition(": ")
-            taken[kind].append(column)
-        answers = f", answers from {' and '.join(taken['answer'])}" if taken["answer"] else ", no answers"
-        return f"{len(self.rows)} rows of {self.path}: prompts from {' and '.join(taken['prompt'])}{answers}"
+        prompts, answers = (
+            " and ".join(source.removeprefix(kind) for source in self.sources if source.startswith(kind))
+            for kind in ("prompt: ", "answer: ")
+        )
+        from_ = f"answers from {answers}" if answers else "no answers"
+        return f"{len(self.rows)} rows of {self.path}: prompts from {prompts}, {from_}"
 
 
 def read_prompts(path: str | Path) -> PromptFile:
@@ -139,23 +139,19 @@ def holds_prompts_only(path: str | Path) -> str:
     names = {name for _, columns in table for name, value in columns.items() if value is not None}
     if names & {"completion", "response", "chosen", "rejected"} or not names & set(PROMPT_COLUMNS):
         return ""
-    if "messages" in names and _any_answered(table):
-        return ""
+    for message in (m for _, columns in table for m in columns.get("messages") or ()):
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            return ""  # dialogues that hold an answer
     return (
         f"{path} holds prompts ({len(table)} rows with {', '.join(sorted(names)[:6])}), neither completions nor pairs"
     )
 
 
-def _any_answered(table: list[tuple[int, dict[str, Any]]]) -> bool:
-    is_assistant = lambda m: isinstance(m, dict) and m.get("role") == "assistant"  # noqa: E731
-    return any(is_assistant(m) for _, columns in table for m in columns.get("messages") or ())
-
-
 def split_rows(file: PromptFile, share: float, held_out: PromptFile | None) -> tuple[list[PromptRow], list[PromptRow]]:
     """Training rows and held-out rows. Without a file of its own the held-out part is ``share`` of the prompts, by content."""
     if held_out is not None:
-        kept = {row.position for row in held_out.rows}
-        train = [row for row in file.rows if row.position not in kept]
+        positions_out = {row.position for row in held_out.rows}
+        train = [row for row in file.rows if row.position not in positions_out]
         if not train:
             raise SettingError(
                 f"every prompt of {file.path} is also in {held_out.path}; give files that share no prompt, or leave "

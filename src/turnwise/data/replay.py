@@ -13,26 +13,20 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from turnwise.core.batch import prefix
 from turnwise.core.limits import Declared, number
 from turnwise.core.records import Group, Origin, Task, Trajectory
 from turnwise.core.stateful import Stateful
 from turnwise.errors import RecipeError
 from turnwise.tasks.samplers import weighted_permutation
 
+if TYPE_CHECKING:
+    from turnwise.store.shared_pool import SharedPool
+
 FRESH = "fresh"  # fact of a trajectory that holds one turn sampled again
 Entry = list[Any]  # [trajectory id, step in which it was sampled, mean advantage]
-
-
-class GroupPool(Protocol):
-    """A pool of groups that several runs write and read."""
-
-    def write(self, sender: str, step: int, groups: Sequence[Group]) -> None: ...
-
-    def read(self, reader: str, step: int) -> list[tuple[str, Group]]: ...
-
-    def counts(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -44,9 +38,7 @@ class ReplaySources:
     ]  # a stored trajectory by its id, without a parent; None: tokens were pruned
     find_demonstration: Callable[[Task], Trajectory | None]
     seed: int
-    open_pool: Callable[[str, int], GroupPool] | None = (
-        None  # the pool in a folder; a reader sees its last so many groups
-    )
+    open_pool: Callable[[str, int], SharedPool] | None = None  # of a folder; a reader sees its last so many groups
 
     def load(self, entry: Entry, step: int) -> Trajectory | None:
         """The stored trajectory as replayed data: with its origin, its age and the advantage it had."""
@@ -106,13 +98,6 @@ def stored_metrics(entries: Iterable[Entry]) -> dict[str, float]:
     return {"replay/stored": float(len(steps)), **ages}
 
 
-def with_trajectory(group: Group, trajectory: Trajectory, instead: bool) -> Group:
-    """The group with one more trajectory, ``instead`` of the first one that no other forks from."""
-    parents = {t.fork.parent for t in group.trajectories if t.fork is not None}
-    replaced = next((t.id for t in group.trajectories if instead and t.id not in parents), None)
-    return replace(group, trajectories=(trajectory, *(t for t in group.trajectories if t.id != replaced)))
-
-
 # ------------------------------------------------------------------- by task
 
 
@@ -127,7 +112,14 @@ class _ByTask(LiveReplay):
         mixed = []
         for group in groups:
             replayed = self.replayed(group, step) if self.rule.fails(group) else None
-            mixed.append(group if replayed is None else with_trajectory(group, replayed, self.rule.instead))
+            if replayed is None:
+                mixed.append(group)
+                continue
+            # instead of the first trajectory that no other forks from, or in addition
+            parents = {t.fork.parent for t in group.trajectories if t.fork is not None}
+            free = [t.id for t in group.trajectories if t.id not in parents]
+            gone = free[0] if free and self.rule.instead else None
+            mixed.append(replace(group, trajectories=(replayed, *(t for t in group.trajectories if t.id != gone))))
         return mixed
 
     def replayed(self, group: Group, step: int) -> Trajectory | None:
@@ -346,19 +338,18 @@ class _ExpertItems(LiveReplay):
         return [group.task for group in groups] if self.rule.share else []
 
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
-        return [self._mixed(group, step) for group in groups]
-
-    def _mixed(self, group: Group, step: int) -> Group:
-        expert = self.sources.find_demonstration(group.task)
-        rng = random.Random(f"{self.sources.seed}/{step}/{group.id}")
-        if expert is None:
-            return group
-        parents = {t.fork.parent for t in group.trajectories if t.fork is not None}
-        items: list[Trajectory] = []
-        for position, t in enumerate(group.trajectories):
-            drawn = rng.random() < self.rule.share and t.origin == Origin.POLICY and t.id not in parents
-            items.append(replace(expert, id=f"{group.id}/expert{position}") if drawn else t)
-        return replace(group, trajectories=tuple(items))
+        mixed = []
+        for group in groups:
+            expert = self.sources.find_demonstration(group.task)
+            rng = random.Random(f"{self.sources.seed}/{step}/{group.id}")
+            parents = {t.fork.parent for t in group.trajectories if t.fork is not None}
+            items = list(group.trajectories)
+            for i, t in enumerate(items if expert is not None else ()):
+                # a trajectory that others fork from stays: its turns are their context
+                if rng.random() < self.rule.share and t.origin == Origin.POLICY and t.id not in parents:
+                    items[i] = replace(expert, id=f"{group.id}/expert{i}")
+            mixed.append(replace(group, trajectories=tuple(items)))
+        return mixed
 
 
 class ExpertItems(Replay):
@@ -385,8 +376,14 @@ class _Shared(LiveReplay):
     def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
         others = [(who, g) for who, g in self.pool.read(self.name, step) if sum(t.reward for t in g.trajectories)]
         self.mixed, self.available = min(self.rule.foreign, len(others)), len(others)
-        chosen = random.Random(f"{self.sources.seed}/{step}").sample(others, self.mixed)
-        return [*groups, *(_as_foreign(who, group) for who, group in chosen)]
+        foreign = []
+        for sender, group in random.Random(f"{self.sources.seed}/{step}").sample(others, self.mixed):
+            members = []  # replayed data under ids that cannot be ours
+            for t in group.trajectories:
+                fork = t.fork and replace(t.fork, parent=f"{sender}/{t.fork.parent}")
+                members.append(replace(t, id=f"{sender}/{t.id}", origin=Origin.REPLAY, fork=fork))
+            foreign.append(Group(f"{sender}/{group.id}", group.task, tuple(members)))
+        return [*groups, *foreign]
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         sampled = [replace(g, trajectories=tuple(policy_trajectories(g))) for g in groups]
@@ -395,15 +392,6 @@ class _Shared(LiveReplay):
     def metrics(self) -> dict[str, float]:
         counts = {f"replay/pool_{name}": float(n) for name, n in self.pool.counts().items()}
         return {"replay/foreign": float(self.mixed), "replay/stored": float(self.available), **counts}
-
-
-def _as_foreign(sender: str, group: Group) -> Group:
-    """A group of another run: replayed data under ids that cannot be ours."""
-    members = []
-    for t in group.trajectories:
-        fork = t.fork and replace(t.fork, parent=f"{sender}/{t.fork.parent}")
-        members.append(replace(t, id=f"{sender}/{t.id}", origin=Origin.REPLAY, fork=fork))
-    return Group(f"{sender}/{group.id}", group.task, tuple(members))
 
 
 class SharedExperience(Replay):
@@ -427,7 +415,7 @@ class SharedExperience(Replay):
 
 class FreshActions(Replay):
     """``count`` turns of the present policy at the state of each turn of a step, replayed ones included; no environment answers
-    them (``data/resampling.py`` samples them). Each is a trajectory of one turn without a reward, a fork of the recorded one with
+    them (``data/mixing.py`` samples them). Each is a trajectory of one turn without a reward, a fork of the recorded one with
     the fact ``fresh``. ``replay``: the buffer underneath."""
 
     replay: Replay = NoReplay()
@@ -439,3 +427,29 @@ class FreshActions(Replay):
 
     def open(self, sources: ReplaySources) -> LiveReplay:
         return self.replay.open(sources)
+
+
+def inline_fork(trajectory: Trajectory, load: Callable[[str], Trajectory]) -> Trajectory:
+    """The trajectory without a parent: the prefix it shared is part of its first context."""
+    if trajectory.fork is None:
+        return trajectory
+    ancestors, child = dict[str, Trajectory](), trajectory
+    while child.fork is not None:
+        child = load(child.fork.parent)
+        ancestors[child.id] = child
+    first, *later = trajectory.turns
+    if not first.restart:
+        shared = tuple(prefix(trajectory, ancestors))
+        masked = (*shared, *first.masked_context) if first.masked_context else ()
+        first = replace(first, context=(*shared, *first.context), masked_context=masked)
+    return replace(trajectory, fork=None, turns=(first, *later))
+
+
+def trajectory_reader(load: Callable[[str], Trajectory]) -> Callable[[str], Trajectory | None]:
+    """``load`` reads the ledger. The reader returns None for a trajectory whose tokens, or whose parent's, were pruned."""
+
+    def read(key: str) -> Trajectory | None:
+        trajectory = inline_fork(load(key), load)
+        return trajectory if trajectory.sampled and trajectory.turns[0].context else None
+
+    return read

@@ -15,7 +15,7 @@ from turnwise.core.records import Group, Message, Origin, Task, Trajectory, Turn
 from turnwise.data.dataset import Dataset, DatasetRow, Example, InvalidRow
 from turnwise.data.files import LineErrors
 from turnwise.errors import RenderError
-from turnwise.rollout.renderer import Dialogue, Renderer
+from turnwise.rollout.renderer import Renderer
 
 
 class ExampleTooLong(InvalidRow):
@@ -43,7 +43,8 @@ class DialogueTokenizer:
             turns, messages = self._turns(example)
         except RenderError as fault:
             raise InvalidRow(str(fault)) from fault
-        reward = example_reward(example)
+        # 1 by default, and 0 for the rejected one of a pair
+        reward = float(example.facts.get("chosen", 1.0)) if example.reward is None else example.reward
         return Trajectory(
             id=key,
             task=task,
@@ -58,7 +59,11 @@ class DialogueTokenizer:
 
     def _turns(self, example: Example) -> tuple[list[Turn], tuple[Message, ...]]:
         tools = example.tools or self.tools
-        dialogue = self._open([self._own_syntax(message, tools) for message in example.prompt], tools)
+        prompt = [self._own_syntax(message, tools) for message in example.prompt]
+        dialogue = self.renderer.open(prompt, tools, self.history)
+        if dialogue.visible != prompt:  # a short history hides part of it, as it does in an episode at this point
+            dialogue = self.renderer.open(dialogue.visible, tools, self.history)
+            dialogue.messages = list(prompt)
         turns: list[Turn] = []
         observations: list[Message] = []
         longest = 0
@@ -70,7 +75,14 @@ class DialogueTokenizer:
                 self.renderer.append_observation(dialogue, observations)
                 observations = []
             context, restart = tuple(dialogue.new_ids), dialogue.restarted
-            tokens = self._turn_tokens(self._own_syntax(message, tools)["content"])
+            text = self._own_syntax(message, tools)["content"]
+            tokens = self.renderer.encode_turn(text)
+            if self.renderer.decode(tokens[:-1]) != text:
+                raise InvalidRow(f"the tokenizer does not give back what the assistant says: {text[:40]!r}")
+            if set(tokens[:-1]) & set(self.renderer.stop_ids):
+                raise InvalidRow(
+                    f"the assistant says the token that ends a turn inside one: {text[:40]!r}; leave it out"
+                )
             action = self.renderer.append_sampled(dialogue, tokens)
             longest = max(longest, len(dialogue.ids))
             calls, faults = len(action.calls), len(action.faults)
@@ -80,34 +92,11 @@ class DialogueTokenizer:
             raise ExampleTooLong(longest, self.context)
         return turns, (*dialogue.messages, *observations)
 
-    def _open(self, prompt: list[Message], tools: tuple[dict[str, Any], ...]) -> Dialogue:
-        """The prompt as an episode shows it at this point: a short history hides part of it."""
-        dialogue = self.renderer.open(prompt, tools, self.history)
-        if dialogue.visible != prompt:
-            dialogue = self.renderer.open(dialogue.visible, tools, self.history)
-            dialogue.messages = list(prompt)
-        return dialogue
-
     def _own_syntax(self, message: Message, tools: tuple[dict[str, Any], ...]) -> Message:
         """An assistant message as this model would write it."""
         if message["role"] != "assistant":
             return message
         return {**message, "content": self.renderer.turn_text(message["content"], tools)}
-
-    def _turn_tokens(self, text: str) -> list[int]:
-        tokens = self.renderer.encode_turn(text)
-        if self.renderer.decode(tokens[:-1]) != text:
-            raise InvalidRow(f"the tokenizer does not give back what the assistant says: {text[:40]!r}")
-        if set(tokens[:-1]) & set(self.renderer.stop_ids):
-            raise InvalidRow(f"the assistant says the token that ends a turn inside one: {text[:40]!r}; leave it out")
-        return tokens
-
-
-def example_reward(example: Example) -> float:
-    """The reward of an example; by default 1, and 0 for the rejected one of a pair."""
-    if example.reward is not None:
-        return example.reward
-    return float(example.facts.get("chosen", 1.0))
 
 
 def build_groups(dataset: Dataset, tokenizer: DialogueTokenizer, together: bool = True) -> list[Group]:
@@ -117,35 +106,28 @@ def build_groups(dataset: Dataset, tokenizer: DialogueTokenizer, together: bool 
     members = dict[str, list[Trajectory]]()
     for row in dataset.rows:
         key = f"{dataset.path.stem}:{row.line}" + (f"+{row.copy}" if row.copy else "")
-        group_key = (
-            (row.task.key if row.task else json.dumps(row.examples[0].prompt, sort_keys=True))
-            if together and not row.is_pair
-            else key
-        )
+        same_prompt = row.task.key if row.task else json.dumps(row.examples[0].prompt, sort_keys=True)
+        group_key = same_prompt if together and not row.is_pair else key
+        task = row.task or Task(dataset.path.stem, row.line, "data")  # the row's own, or one that names file and line
         for i, example in enumerate(row.examples):
             try:
-                # the row's own task, or one that names file and line
-                trajectory = tokenizer.trajectory(
-                    example, f"{key}.{i}", (row.task or Task(dataset.path.stem, row.line, "data"))
-                )
+                trajectory = tokenizer.trajectory(example, f"{key}.{i}", task)
             except ExampleTooLong as fault:
                 too_long[row.line] = max(fault.ids, too_long.get(row.line, 0))
             except InvalidRow as fault:
                 errors.add(row.line, str(fault))
             else:
                 members.setdefault(group_key, []).append(trajectory)
+    # one message for all of them, which names the context that fits the longest
+    room = f"longer than the context of {tokenizer.context} ids; shorten it, or write --context"
     for line in too_long:
-        longest = max(too_long.values())
-        errors.add(
-            line, f"longer than the context of {tokenizer.context} ids; shorten it, or write --context {longest}"
-        )
+        errors.add(line, f"{room} {max(too_long.values())}")
     errors.raise_if_any(len(dataset))
-    return [_group(trajectories) for trajectories in members.values()]
-
-
-def _group(members: list[Trajectory]) -> Group:
-    task = members[0].task
-    return Group(members[0].id.rsplit(".", 1)[0], task, tuple(replace(t, task=task) for t in members))
+    groups = []
+    for trajectories in members.values():  # rows of one prompt may name several tasks: the group has the first
+        task, key = trajectories[0].task, trajectories[0].id.rsplit(".", 1)[0]
+        groups.append(Group(key, task, tuple(replace(t, task=task) for t in trajectories)))
+    return groups
 
 
 def rows_by_task(dataset: Dataset) -> Mapping[str, list[DatasetRow]]:

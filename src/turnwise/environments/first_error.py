@@ -18,7 +18,7 @@ from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
 from turnwise.environments.base import Environment, read_json_lines, split_by_content, text_action
 from turnwise.errors import SettingError
-from turnwise.rewards.first_error import NO_ERROR, answer, count_steps, question, read_answer, step_index_reward
+from turnwise.rewards.judge import NO_ERROR, answer, count_steps, question, read_answer, step_index_reward
 
 
 @lru_cache(maxsize=8)

@@ -20,8 +20,7 @@ from turnwise.core.signals import TOKEN_CRITIC, Signal
 from turnwise.data.replay import NoReplay, Replay
 from turnwise.errors import RecipeError
 from turnwise.rollout.guidance import Guidance, NoGuidance
-from turnwise.rollout.precision import Precision
-from turnwise.rollout.strategies import Independent, Strategy
+from turnwise.rollout.strategies import Independent, Precision, Strategy
 from turnwise.tasks.admission import Admission, AdmitAll
 from turnwise.tasks.budgets import Budget, Fixed
 from turnwise.tasks.samplers import Sampler, Uniform

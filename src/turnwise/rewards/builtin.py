@@ -7,14 +7,17 @@ apply".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
+import secrets
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,10 @@ def exact(
     in tags, a box or after ####."""
     if answer is None:
         return None
-    found = completion[-MAX_TEXT:] if whole else final_answer(completion)
+    said = completion[-MAX_TEXT:] if whole else final_answer(completion)
     references = answer if isinstance(answer, list | tuple) else [answer]
     texts = [str(r) if whole else final_answer(str(r)) for r in references]
-    equal = normalise(found, ignore_case) in {normalise(text, ignore_case) for text in texts}
+    equal = normalise(said, ignore_case) in {normalise(text, ignore_case) for text in texts}
     return {"score": float(equal), "success": equal}
 
 
@@ -59,6 +62,13 @@ def final_answer(text: str) -> str:
         return boxed
     hashes = HASHES.findall(text)
     return str(hashes[-1]) if hashes else text
+
+
+def last_block(text: str) -> str:
+    """The last fenced block of an answer, after any thinking; all of it if there is none."""
+    text = THOUGHTS.sub("", text[-MAX_TEXT:], count=1)
+    blocks = FENCED.findall(text)
+    return str(blocks[-1]) if blocks else text
 
 
 def last_box(text: str) -> str | None:
@@ -123,15 +133,14 @@ def _vote(text: str, pattern: str, ignore_case: bool) -> str | None:
     return normalise(matches[-1][1 if matches[-1].re.groups else 0] or "", ignore_case)
 
 
-def check_majority(pattern: str = "", ignore_case: bool = True) -> None:
-    _compile("majority", pattern)
-
-
-def _compile(reward: str, pattern: str) -> None:
+def _check_pattern(reward: str, pattern: str = "", **_: Any) -> None:
     try:
         re.compile(pattern)
     except re.error as fault:
         raise SettingError(f"reward {reward!r}: {pattern!r} is no regular expression: {fault}") from fault
+
+
+check_majority, check_regex = partial(_check_pattern, "majority"), partial(_check_pattern, "regex")
 
 
 def regex(completion: str, *, pattern: str, full: bool = False) -> float:
@@ -140,29 +149,22 @@ def regex(completion: str, *, pattern: str, full: bool = False) -> float:
     return float(match(pattern, completion[-MAX_TEXT:], re.DOTALL) is not None)
 
 
-def check_regex(pattern: str, full: bool = False) -> None:
-    _compile("regex", pattern)
-
-
 def json_schema(completion: str, schema: Any = None, *, file: str = "") -> float | None:
     """1 if the answer is JSON, alone or in its last fenced block, that the schema accepts: that of ``file``, or of the column
     ``schema``."""
-    validator = _validator(
-        Path(file).read_text(encoding="utf-8") if file else (schema if isinstance(schema, str) else json.dumps(schema))
-    )
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    validator = _validator(Path(file).read_text(encoding="utf-8") if file else text)
     if validator is None:
         return None
-    text = THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
-    blocks = FENCED.findall(text)
     try:
-        value = json.loads(blocks[-1] if blocks else text)
+        value = json.loads(last_block(completion))
     except (ValueError, RecursionError):
         return 0.0
     return float(validator.is_valid(value))
 
 
 def check_json_schema(file: str = "") -> None:
-    _import_jsonschema()
+    _needed("json_schema", "jsonschema")
     if file and not Path(file).is_file():
         raise SettingError(f"reward 'json_schema': there is no file {file}")
 
@@ -170,7 +172,7 @@ def check_json_schema(file: str = "") -> None:
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
     """None where a row has no schema. Nothing is downloaded: a reference must be inside the schema."""
-    jsonschema = _import_jsonschema()
+    jsonschema = _needed("json_schema", "jsonschema")
     from referencing import Registry
 
     parsed = json.loads(schema)
@@ -181,14 +183,11 @@ def _validator(schema: str) -> Any:
     return kind(parsed, registry=Registry())
 
 
-def _import_jsonschema() -> Any:
+def _needed(reward: str, package: str) -> Any:
     try:
-        import jsonschema
+        return import_module(package.replace("-", "_"))
     except ImportError:
-        raise SettingError(
-            "reward 'json_schema' needs the package jsonschema; pip install 'turnwise[rewards]'"
-        ) from None
-    return jsonschema
+        raise SettingError(f"reward {reward!r} needs the package {package}; pip install 'turnwise[rewards]'") from None
 
 
 # ----------------------------------------------------------------------- math
@@ -198,38 +197,28 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
     """1 if the final answer is mathematically equal to the reference (package math-verify)."""
     if answer is None:
         return None
-    parse, verify = _import_math_verify()
-    reference, found = str(answer), THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
-    gold = parse(_as_math(final_answer(reference)), parsing_timeout=None)
-    boxed = last_box(found)
-    mine = parse(_as_math(boxed if boxed is not None else final_answer(found)), parsing_timeout=None)
-    try:
-        equal = bool(gold) and bool(verify(gold, mine, timeout_seconds=None))
-    except Exception:  # an expression that SymPy cannot compare
-        equal = False
+    text = THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
+    boxed = last_box(text)
+    equal = _same_maths(final_answer(str(answer)), boxed if boxed is not None else final_answer(text))
     return {"score": float(equal), "success": equal}
 
 
-def _as_math(text: str) -> str:
-    """A short text in the form that math-verify reads best; a long one as it is: it finds the last expression."""
-    text = text.strip()
-    return text if len(text) > 200 or "$" in text or "\\boxed" in text or "\n" in text else f"${text}$"
+def _same_maths(reference: str, answer: str) -> bool:
+    library = _needed("math", "math-verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours are on
+    parsed = []
+    for text in (reference.strip(), answer.strip()):
+        # in the form that it reads best; a long text as it is: it finds the last expression
+        short = len(text) <= 200 and not any(mark in text for mark in ("$", "\\boxed", "\n"))
+        parsed.append(library.parse(f"${text}$" if short else text, parsing_timeout=None))
+    try:
+        return bool(parsed[0]) and bool(library.verify(*parsed, timeout_seconds=None))
+    except Exception:  # an expression that SymPy cannot compare
+        return False
 
 
 def check_math() -> None:
-    parse, verify = _import_math_verify()
-    verify(
-        parse("$1$", parsing_timeout=None), parse("$2$", parsing_timeout=None), timeout_seconds=None
-    )  # loads parsers
-
-
-def _import_math_verify() -> tuple[Any, Any]:
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise SettingError("reward 'math' needs the package math-verify; pip install 'turnwise[rewards]'") from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours are on
-    return parse, verify
+    _same_maths("1", "2")  # loads parsers
 
 
 # ----------------------------------------------------------------------- code
@@ -240,12 +229,51 @@ def code(completion: str, tests: Any, *, seconds: float = 4.0, partial: bool = F
 
     ``tests`` is Python text, a list of such texts, or ``{"inputs": [...], "outputs": [...]}`` of a program that reads and prints.
     """
-    from turnwise.rewards.code_tests import run_tests
-
     if tests is None:
         return None
-    text = THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
-    blocks = FENCED.findall(text)
-    passed, total = run_tests(blocks[-1] if blocks else text, tests, seconds)
+    passed, total = run_tests(last_block(completion), tests, seconds)
     right = total > 0 and passed == total
     return {"score": passed / max(1, total) if partial else float(right), "success": right, "tests_passed": passed}
+
+
+MAX_TESTS = 64
+READ_AND_PRINT = """
+import io, sys
+sys.stdin = io.StringIO({text!r})
+_out = sys.stdout = io.StringIO()
+try:
+    exec(compile({program!r}, "program", "exec"), {{"__name__": "__main__"}})
+except SystemExit:
+    pass
+sys.stdout = sys.__stdout__
+"""
+
+
+def run_tests(program: str, tests: Any, seconds: float) -> tuple[int, int]:
+    """How many tests the program passes in the sandbox, and how many there are."""
+    from turnwise.tools import SandboxLimits, python_tool  # late: every run parses rewards, few run code
+
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError):  # many data sets store a list or an object as text
+            tests = json.loads(tests)
+    # (program, what is run behind it, whether its output says that the test passed)
+    cases: list[tuple[str, str, str]]
+    if isinstance(tests, dict):
+        pairs = list(zip(tests.get("inputs", ()), tests.get("outputs", ())))
+        cases = [
+            # spaces and ends of lines do not count
+            (READ_AND_PRINT.format(text=str(i), program=program), f"_out.getvalue().split() == {str(o).split()!r}", "")
+            for i, o in pairs[:MAX_TESTS]
+        ]
+    else:
+        texts = [tests] if isinstance(tests, str) else [str(test) for test in tests][:MAX_TESTS]
+        # a test passes only if it runs to its end and prints a word that the program cannot know before
+        words = [secrets.token_hex(8) for _ in texts]
+        cases = [(program, f"{test}\nprint({word!r})", word) for test, word in zip(texts, words)]
+    passed = 0
+    for first, then, word in cases:
+        with python_tool(SandboxLimits(wall_seconds=seconds)).open() as session:
+            result = session.run(then) if session.run(first).ok else None
+            said = "" if result is None or not result.ok else result.output
+            passed += word in said if word else said.strip() == "True"
+    return passed, len(cases)

@@ -17,11 +17,44 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.errors import SettingError
-from turnwise.rewards.samples import AnswerGroup, AnswerSample, RewardOutcome
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSample:
+    """One answer to be scored."""
+
+    text: str  # of the last assistant message
+    messages: Messages = field(default_factory=list)  # everything after the prompt
+    ids: list[int] = field(default_factory=list)  # sampled token ids
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGroup:
+    """Several answers to one prompt."""
+
+    prompt: str | Messages
+    answers: tuple[AnswerSample, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def only(self, *indices: int) -> AnswerGroup:
+        return replace(self, answers=tuple(self.answers[i] for i in indices))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutcome:
+    """What a function says of one answer: a score (None: the function does not apply to this row), or why there is none."""
+
+    score: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)  # further numbers by name; they have no weight
+    success: bool | None = None
+    fault: str = ""
+
 
 GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 PLURALS = {"data_sources": "data_source", "ground_truths": "ground_truth", "extra_infos": "extra_info"}
@@ -83,23 +116,16 @@ class Signature:
         if not self.style:
             taken = ", ".join(self.parameters) or "no arguments"
             raise SettingError(f"{what} takes {taken}; a reward function takes {REQUIRED}")
-        provided = {*self.provided(), *columns, *options, "prompt"}
+        provided = {*PROVIDED[self.style], *columns, *options, "prompt"}
         shown = ", ".join(sorted(columns)) or "none"
         for name in self.required:
-            column = renamed.get(name, self.column(name))
+            plural = PLURALS.get(name, name) if self.style == "solution_strs" else name
+            column = renamed.get(name, plural)
             if column not in provided:
                 raise SettingError(f"{what} requires {column!r}, and no row has such a column; columns: {shown}")
         absent = [column for column in renamed.values() if column not in provided]
         if absent:
             raise SettingError(f"{what} reads the column {absent[0]!r}, which no row has; columns: {shown}")
-
-    def provided(self) -> tuple[str, ...]:
-        """Arguments that do not come from a column."""
-        return PROVIDED[self.style]
-
-    def column(self, argument: str) -> str:
-        """The column whose values an argument gets."""
-        return PLURALS.get(argument, argument) if self.style == "solution_strs" else argument
 
     def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return dict(arguments) if self.takes_any else {k: v for k, v in arguments.items() if k in self.parameters}
@@ -125,51 +151,49 @@ class RewardCall:
 
     def score(self, group: AnswerGroup) -> list[RewardOutcome]:
         """Score every answer. Raises ``RewardFailure`` if one call for all of them fails; else a fault is one answer's."""
+        listed, answers = self.signature.style in LISTED, group.answers
+        calls = [self._for_group(group)] if listed else [self._for_answer(group, answer) for answer in answers]
         if self.signature.is_async:
-            return asyncio.run(self.score_async(group))
-        if self.signature.style in LISTED:
-            return self._read_list(self._guarded(lambda: self.function(**self._for_group(group))), len(group.answers))
-        return [self._score_one(group, answer) for answer in group.answers]
+            values = asyncio.run(self._gather(calls))
+        else:  # outside an event loop: a function may start one of its own
+            values = [self._value(arguments) for arguments in calls]
+        faults = {n: describe_fault(v) for n, v in enumerate(values) if isinstance(v, BaseException)}
+        if not listed:
+            return [RewardOutcome(fault=faults[n]) if n in faults else read_outcome(v) for n, v in enumerate(values)]
+        if faults:
+            raise RewardFailure(faults[0])
+        scores = values[0].tolist() if hasattr(values[0], "tolist") else values[0]
+        if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(answers):
+            size = f"{len(scores)} values" if isinstance(scores, list | tuple) else f"{scores!r:.{SHOWN}}"
+            raise RewardFailure(f"returned {size} for {len(answers)} answers; return a list with one number for each")
+        return [read_outcome(score) for score in scores]
 
-    async def score_async(self, group: AnswerGroup) -> list[RewardOutcome]:
-        """``score`` of a coroutine function, inside an event loop."""
-        if self.signature.style in LISTED:
-            try:
-                values = await self.function(**self._for_group(group))
-            except Exception as fault:
-                raise RewardFailure(describe_fault(fault)) from fault
-            return self._read_list(values, len(group.answers))
-        calls = [self.function(**self._for_answer(group, answer)) for answer in group.answers]
-        values = await asyncio.gather(*calls, return_exceptions=True)
-        faults = lambda v: RewardOutcome(fault=describe_fault(v)) if isinstance(v, BaseException) else read_outcome(v)  # noqa: E731
-        return [faults(value) for value in values]
+    async def _gather(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        async def one(arguments: Mapping[str, Any]) -> Any:
+            return await self.function(**arguments)
 
-    def _score_one(self, group: AnswerGroup, answer: AnswerSample) -> RewardOutcome:
+        return list(await asyncio.gather(*map(one, calls), return_exceptions=True))
+
+    def _value(self, arguments: Mapping[str, Any]) -> Any:
         try:
-            return read_outcome(self._guarded(lambda: self.function(**self._for_answer(group, answer))))
-        except RewardFailure as fault:
-            return RewardOutcome(fault=str(fault))
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
+            return self.function(**arguments)
         except (Exception, SystemExit) as fault:
-            raise RewardFailure(describe_fault(fault)) from fault
+            return fault
 
     def _for_group(self, group: AnswerGroup) -> dict[str, Any]:
         n, text = len(group.answers), isinstance(group.prompt, str)
         lists = {name: [value] * n for name, value in self._renamed(group.columns).items()}
         if self.signature.style == "solution_strs":
-            own: dict[str, Any] = {"solution_strs": [a.text for a in group.answers]}
+            provided: dict[str, Any] = {"solution_strs": [a.text for a in group.answers]}
         else:
             completions = [a.text if text else a.messages for a in group.answers]
-            own = {"prompts": [group.prompt] * n, "completions": completions, "trainer_state": None}
-        own["completion_ids"] = [a.ids for a in group.answers]
-        return self.signature.select({**lists, **own, **self.options})
+            provided = {"prompts": [group.prompt] * n, "completions": completions, "trainer_state": None}
+        provided["completion_ids"] = [a.ids for a in group.answers]
+        return self.signature.select({**lists, **provided, **self.options})
 
     def _for_answer(self, group: AnswerGroup, answer: AnswerSample) -> dict[str, Any]:
-        own = {self.signature.style: answer.text, "completion_ids": answer.ids, "messages": answer.messages}
-        arguments = {"prompt": group.prompt, **self._renamed(group.columns), **own, **self.options}
+        provided = {self.signature.style: answer.text, "completion_ids": answer.ids, "messages": answer.messages}
+        arguments = {"prompt": group.prompt, **self._renamed(group.columns), **provided, **self.options}
         return self.signature.select(arguments)
 
     def _renamed(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,13 +202,6 @@ class RewardCall:
         absent = {name: None for name in self.signature.required if name not in columns}
         plural = {name: columns.get(column) for name, column in PLURALS.items() if name in self.signature.parameters}
         return {**absent, **plural, **columns, **named}
-
-    def _read_list(self, values: Any, count: int) -> list[RewardOutcome]:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-            size = f"{len(values)} values" if isinstance(values, list | tuple) else f"{values!r:.{SHOWN}}"
-            raise RewardFailure(f"returned {size} for {count} answers; return a list with one number for each")
-        return [read_outcome(value) for value in values]
 
 
 # -------------------------------------------------------------------- results
@@ -231,7 +248,3 @@ def describe_fault(fault: BaseException) -> str:
     except Exception:  # an exception whose own __str__ raises
         text = ""
     return f"{type(fault).__name__}{': ' * bool(text)}{text:.300}{where}"
-
-
-def as_json(outcomes: list[RewardOutcome]) -> list[dict[str, Any]]:
-    return [asdict(outcome) for outcome in outcomes]

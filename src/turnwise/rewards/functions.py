@@ -12,9 +12,8 @@ from typing import Any
 
 from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.errors import SettingError
-from turnwise.rewards.conventions import RewardCall, RewardFailure, Signature
+from turnwise.rewards.conventions import AnswerGroup, RewardCall, RewardFailure, RewardOutcome, Signature
 from turnwise.rewards.process import MIB, CallFailed, ProcessSettings, ScoringPool
-from turnwise.rewards.samples import AnswerGroup, RewardOutcome
 from turnwise.rewards.spec import RewardSpec
 
 
@@ -32,20 +31,15 @@ class ProcessReward:
     runs_here = False
 
     def __init__(self, spec: RewardSpec, limits: RewardLimits) -> None:
-        self.spec = spec
-        what = f"reward {spec.label!r}"
-        settings = ProcessSettings(
-            spec.target, what, options=spec.options, memory_bytes=limits.memory_mib * MIB, seconds=limits.seconds
-        )
+        self.spec, memory = spec, limits.memory_mib * MIB
+        settings = ProcessSettings(spec.target, f"reward {spec.label!r}", False, spec.options, memory, limits.seconds)
         self._pool = ScoringPool(settings)
 
     @cached_property
     def signature(self) -> Signature:
         """Loads the function; raises ``SettingError`` if that is not possible."""
-        found = self._pool.signature
-        return Signature(
-            tuple(found["parameters"]), tuple(found["required"]), bool(found["takes_any"]), bool(found["is_async"])
-        )
+        s = self._pool.signature
+        return Signature(tuple(s["parameters"]), tuple(s["required"]), bool(s["takes_any"]), bool(s["is_async"]))
 
     def score(self, group: AnswerGroup) -> list[RewardOutcome]:
         """The outcome of every answer. One that hangs or crashes the function does not affect the others."""
@@ -116,18 +110,16 @@ def open_rewards(
     specs: Sequence[RewardSpec], limits: RewardLimits, objects: Mapping[str, Callable[..., Any]] | None = None
 ) -> tuple[RewardFunction, ...]:
     """The functions of these specifications; ``objects`` holds those that were given in Python, by target."""
-    return tuple(_open(spec, limits, objects or {}) for spec in specs)
-
-
-def _open(spec: RewardSpec, limits: RewardLimits, objects: Mapping[str, Callable[..., Any]]) -> RewardFunction:
-    if spec.target in objects:
-        return LocalReward(spec, objects[spec.target])
-    if spec.target.startswith(GIVEN_OBJECT):
-        raise SettingError(
-            f"the reward {spec.name} was given to train() as an object, which no name refers to; give it again in Python: "
-            "resume(run, reward=...), or move the function into a module"
-        )
-    return ProcessReward(spec, limits)
+    for spec in specs:
+        if spec.target not in (objects or {}) and spec.target.startswith(GIVEN_OBJECT):
+            raise SettingError(
+                f"the reward {spec.name} was given to train() as an object, which no name refers to; give it again in Python: "
+                "resume(run, reward=...), or move the function into a module"
+            )
+    return tuple(
+        LocalReward(spec, objects[spec.target]) if objects and spec.target in objects else ProcessReward(spec, limits)
+        for spec in specs
+    )
 
 
 def check_rewards(functions: Iterable[RewardFunction], columns: Iterable[str]) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import time
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
 from turnwise.config.named_object import import_from_current_folder, load_object
 from turnwise.errors import TurnwiseError
 from turnwise.rewards import builtin
-from turnwise.rewards.conventions import RewardCall, RewardFailure, Signature, as_json
+from turnwise.rewards.conventions import RewardCall, RewardFailure, Signature
 from turnwise.workers.child import serve
 
 CPU_GRACE = 30  # seconds of processor time beyond the limit of a call
@@ -36,19 +38,11 @@ def load(request: dict[str, Any]) -> Any:
 
 def answer(function: Any, options: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """One request: the outcomes of a group, or the value of a plain call."""
-    seconds = request["seconds"]
-    try:
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime + seconds + CPU_GRACE)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    except (ImportError, ValueError, OSError):
-        pass
+    _limit("RLIMIT_CPU", int(time.process_time() + request["seconds"] + CPU_GRACE))
     try:
         if "group" in request:
             call = RewardCall(function, options, request["columns"], Signature.of(function))
-            return {"outcomes": as_json(call.score(request["group"]))}
+            return {"outcomes": [asdict(outcome) for outcome in call.score(request["group"])]}
         if "prepare" in request:
             function.prepare(*request["prepare"])
             return {}
@@ -57,6 +51,16 @@ def answer(function: Any, options: dict[str, Any], request: dict[str, Any]) -> d
         return {"fault": str(fault)}
     except Exception as fault:
         return {"fault": f"{type(fault).__name__}: {fault}"[:400]}
+
+
+def _limit(name: str, value: int) -> None:
+    try:
+        import resource
+
+        kind = getattr(resource, name)
+        resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+    except (ImportError, AttributeError, ValueError, OSError):
+        pass  # no such limit on this system; the time limit remains
 
 
 class Guest:
@@ -77,15 +81,9 @@ class Guest:
         return json.dumps(reply).encode()
 
     def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
-        # limit the memory this process may write to. Address space would also count what libraries only reserve
-        limit = request["memory_bytes"]
-        try:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        except (ImportError, ValueError, OSError):
-            pass
+        # the memory this process may write to; a limit of address space would also count what libraries only reserve
+        _limit("RLIMIT_DATA", request["memory_bytes"])
+        _limit("RLIMIT_CORE", 0)
         try:
             self.function, self.options = load(request), request["options"]
             signature = Signature.of(self.function)

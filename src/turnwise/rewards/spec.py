@@ -21,12 +21,7 @@ from turnwise.errors import SettingError, nearest
 from turnwise.rewards import builtin
 
 BUILT_IN: Mapping[str, Callable[..., Any]] = {
-    "exact": builtin.exact,
-    "majority": builtin.majority,
-    "regex": builtin.regex,
-    "json_schema": builtin.json_schema,
-    "math": builtin.math,
-    "code": builtin.code,
+    name: getattr(builtin, name) for name in ("exact", "majority", "regex", "json_schema", "math", "code")
 }
 VERDICTS = ("exact", "math", "code")
 COMPARING = ("majority",)  # these compare the answers of a group, so that an answer alone has no score

@@ -7,16 +7,19 @@ neither the server nor the environment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from turnwise.core.chat import ChatModel, ChatReply
-from turnwise.core.protocols import Action, Session, ToolCall
+from turnwise.core.protocols import Action, Generator, Session, ToolCall
 from turnwise.core.records import Completion, Message, Sampling
+from turnwise.errors import ContextOverflow
 from turnwise.rollout.conversion import AS_JSON, as_field
 from turnwise.rollout.parsers.syntax import ParsedTurn, tool_names
 from turnwise.rollout.parsers.table import HERMES, SYNTAXES
-from turnwise.rollout.renderer import Dialogue
+from turnwise.rollout.renderer import Dialogue, Renderer
 
 UNKNOWN_ID = -1  # stands for each token that a server has counted; the ids themselves are not known
 NO_REPLY = "(no reply)"
@@ -145,3 +148,45 @@ def _assistant(action: Action, beside: str) -> Message:
 
 def _closed(call: str) -> Message:
     return {"role": "tool", "tool_call_id": call, "content": NO_REPLY}
+
+
+class LocalChat:
+    """``generator`` samples for this chat alone; ``context``: ids that it can hold."""
+
+    def __init__(self, generator: Generator, renderer: Renderer, context: int) -> None:
+        self.generator, self.renderer, self.context = generator, renderer, context
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        return f"policy@{self.generator.version}"
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        seed: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        schema: Mapping[str, Any] | None = None,
+    ) -> ChatReply:
+        """``schema`` is ignored: the prompt says what form the reply has."""
+        dialogue = self.renderer.open(messages, [dict(tool) for tool in tools])
+        room = self.context - len(dialogue.ids)
+        if room < 1:
+            raise ContextOverflow(f"the policy reads {self.context} tokens, the dialogue has {len(dialogue.ids)}")
+        async with self._one_at_a_time:
+            session = self.generator.open(seed)
+            try:
+                done = await session.generate(
+                    dialogue.ids, replace(sampling, max_tokens=min(sampling.max_tokens, room))
+                )
+            finally:
+                session.close()
+        tokens = list(done.tokens)
+        action = self.renderer.append_sampled(dialogue, tokens)
+        return ChatReply(
+            action.text, action.calls, action.faults, stop=done.stop, tokens=len(tokens), seconds=done.seconds
+        )
+
+    def close(self) -> None:
+        """The generator is closed by whoever made it."""

@@ -23,7 +23,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful, remember
 from turnwise.errors import RecipeError
 from turnwise.rollout.scripted import as_expert
-from turnwise.rollout.strategies.base import GroupRequest, Strategy, all_failed, close, park, succeeded
+from turnwise.rollout.strategies import GroupRequest, Strategy, all_failed, close, park, succeeded
 from turnwise.rollout.support import Support
 
 GUIDED = 200_000  # index of the first session of guided episodes

@@ -21,15 +21,12 @@ from typing import Any
 from turnwise.core.protocols import Action
 from turnwise.core.records import Message
 from turnwise.errors import RenderError
-from turnwise.rollout import observation_mask
-from turnwise.rollout.chat_template import fast_template
-from turnwise.rollout.conversion import AS_JSON, AS_OBJECTS, Conversion, as_field, find_conversion
-from turnwise.rollout.message_loop import message_loop
+from turnwise.rollout.chat_template import fast_template, message_loop
+from turnwise.rollout.conversion import AS_JSON, AS_OBJECTS, Conversion, TurnWriter, as_field, find_conversion
 from turnwise.rollout.parsers.choice import PROBE, PROBE_TOOLS, choose_syntax, read_turn
 from turnwise.rollout.parsers.syntax import THINKING_TAGS, tool_names
 from turnwise.rollout.parsers.table import AUTO, HERMES, SYNTAXES, check_name
 from turnwise.rollout.token_codec import fast_decoder, fast_encoder
-from turnwise.rollout.turn_text import TurnWriter
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ CHATML = (
 
 CACHED_OPENINGS = 16  # first prompts: the groups of a step start concurrently
 LONGEST_TAG = max(map(len, THINKING_TAGS)) + 8  # with some white space
-parse_action = read_turn
+PLACEHOLDER = "No information found."  # what a masked observation says
 
 
 @dataclass
@@ -218,11 +215,11 @@ class Renderer:
         """The new ids, which encode the text behind ``prefix`` characters, with the contents of the last messages masked."""
         visible, count = dialogue.visible, len(contents)
         earlier, last = visible[: len(visible) - count], visible[len(visible) - count :]
-        replaced = [{**m, "content": text} for m, text in zip(last, observation_mask.sentinels(count))]
+        replaced = [{**m, "content": text} for m, text in zip(last, sentinels(count))]
         with_sentinels = self._text([*earlier, *replaced], dialogue.tools, True)
-        spans = observation_mask.content_spans(dialogue.text, with_sentinels, contents)
+        spans = content_spans(dialogue.text, with_sentinels, contents)
         shifted = [(begin - prefix, end - prefix) for begin, end in spans]
-        return observation_mask.mask_spans(self.tokenizer, dialogue.text[prefix:], dialogue.new_ids, shifted)
+        return mask_spans(self.tokenizer, dialogue.text[prefix:], dialogue.new_ids, shifted)
 
     def turn_text(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> str:
         """A turn that was not sampled (a demonstration, a row of a file), with its calls in the model's own syntax."""
@@ -333,3 +330,48 @@ class Renderer:
 
 def _common_length(a: str, b: str) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+# ---- masked observations: template tokens keep their ids, message contents become a placeholder of the same length
+
+
+def sentinels(count: int) -> list[str]:
+    """Texts that no template writes or changes (they have no case), to be rendered in place of message contents."""
+    return [f"9046173205{n}9046173205" for n in range(count)]
+
+
+def content_spans(rendered: str, with_sentinels: str, contents: Sequence[str]) -> list[tuple[int, int]]:
+    """The span [begin, end) of each content in a rendering. Located by a second rendering with ``sentinels`` in their place,
+    so that text of the template itself is never taken for content."""
+    spans: list[tuple[int, int]] = []
+    at, remaining = 0, with_sentinels
+    for n, (sentinel, text) in enumerate(zip(sentinels(len(contents)), contents)):
+        before, hit, remaining = remaining.partition(sentinel)
+        begin = at + len(before)
+        if not hit or not rendered.startswith(before, at):
+            break  # the template does not render the content verbatim
+        follows = remaining.partition(sentinels(len(contents))[n + 1])[0] if n + 1 < len(contents) else remaining
+        at = begin + len(text) if rendered.startswith(text + follows, begin) else rendered.find(follows, begin)
+        if at < begin:
+            break
+        spans.append((begin, at))
+    return spans
+
+
+def mask_spans(tokenizer: Any, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """``ids`` of ``text`` with the placeholder in each span, truncated or with its last token repeated. A token that crosses the
+    border of a span also belongs to the template and keeps its id."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise RenderError("this tokenizer reports no token offsets; masking needs a fast tokenizer")
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    if len(offsets) != len(ids):
+        raise RenderError(
+            "this tokenizer encodes a text differently when asked for token offsets; masking needs both alike"
+        )
+    filler = list(tokenizer.encode(PLACEHOLDER, add_special_tokens=False))
+    out = list(ids)
+    for begin, end in spans:
+        inside = [i for i, (a, b) in enumerate(offsets) if begin <= a < end and begin < b <= end]
+        for n, i in enumerate(inside):
+            out[i] = filler[min(n, len(filler) - 1)]
+    return out

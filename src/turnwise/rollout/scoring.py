@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Session
@@ -24,13 +24,24 @@ from turnwise.core.records import Group, Message, Sampling, Status, Task, Trajec
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.calls import call_environment
 from turnwise.errors import ContextOverflow, EnvironmentFault, RequestRefused
-from turnwise.rewards.first_error import NO_ERROR, count_steps, question, read_answer, steps_of
+from turnwise.rewards.conventions import AnswerGroup, AnswerSample, RewardOutcome
 from turnwise.rewards.functions import RewardFunction
-from turnwise.rewards.judge import JudgeQuestion, Transcript, Verdict, VerdictError, as_text, complaint
-from turnwise.rewards.samples import AnswerGroup, AnswerSample, RewardOutcome
-from turnwise.rewards.verdict_cache import StoredVerdicts, VerdictCache
-from turnwise.rollout.strategies import EpisodeRunner
-from turnwise.rollout.strategies.base import succeeded
+from turnwise.rewards.judge import (
+    NO_ERROR,
+    JudgeQuestion,
+    StoredVerdicts,
+    Transcript,
+    Verdict,
+    VerdictCache,
+    VerdictError,
+    as_text,
+    complaint,
+    count_steps,
+    question,
+    read_answer,
+    steps_of,
+)
+from turnwise.rollout.strategies import EpisodeRunner, succeeded
 
 MAX_REWARD = 3.4e38  # rewards are float32 on a batch
 
@@ -74,7 +85,10 @@ def apply_scores(group: Group, scores: Mapping[int, RewardScore]) -> Group:
 
 def _apply(trajectory: Trajectory, score: RewardScore) -> Trajectory:
     """Add a score. An episode succeeds if everything that gives a verdict says so: environment and rewards alike."""
-    failure = score.failure or _out_of_range(score)
+    failure = score.failure
+    for name, value in {**score.rewards, "the weighted sum of rewards": score.total}.items():
+        if not failure and (not math.isfinite(value) or abs(value) > MAX_REWARD):
+            failure = f"{name} is {value:g}; a reward must be finite and at most {MAX_REWARD:g}"
     if failure:
         return trajectory.failed(failure)
     last = trajectory.turns[-1]
@@ -85,14 +99,6 @@ def _apply(trajectory: Trajectory, score: RewardScore) -> Trajectory:
         rewards={**trajectory.rewards, **score.rewards},
         success=all(verdicts) if verdicts else None,
     )
-
-
-def _out_of_range(score: RewardScore) -> str:
-    """Why a score cannot be trained on; empty if it can."""
-    for name, value in {**score.rewards, "the weighted sum of rewards": score.total}.items():
-        if not math.isfinite(value) or abs(value) > MAX_REWARD:
-            return f"{name} is {value:g}; a reward must be finite and at most {MAX_REWARD:g}"
-    return ""
 
 
 def scored_play(play: EpisodeRunner, scorer: GroupScorer) -> EpisodeRunner:
@@ -151,8 +157,11 @@ class FunctionScorer:
     def _answers(self, group: Group, indices: Sequence[int]) -> AnswerGroup:
         prompt, columns = self.columns(group)
         members = [group.trajectories[i] for i in indices]
-        dialogues = [split_dialogue(t.messages) for t in members]
-        samples = [_sample(t, completion) for t, (_, completion) in zip(members, dialogues)]
+        dialogues, samples = [split_dialogue(t.messages) for t in members], []
+        for t, (_, completion) in zip(members, dialogues):
+            spoken = [m["content"] for m in completion if m.get("role") == "assistant"]
+            ids = [int(token) for turn in t.turns for token in turn.tokens]
+            samples.append(AnswerSample(spoken[-1] if spoken else "", [dict(m) for m in completion], ids))
         return AnswerGroup(dialogues[0][0] if prompt is None else prompt, tuple(samples), columns)
 
     async def _call(self, function: RewardFunction, answers: AnswerGroup) -> list[RewardOutcome]:
@@ -192,12 +201,6 @@ def split_dialogue(messages: Sequence[Message]) -> tuple[list[Message], list[Mes
     return list(messages[:first]), list(messages[first:])
 
 
-def _sample(trajectory: Trajectory, completion: list[Message]) -> AnswerSample:
-    spoken = [m["content"] for m in completion if m.get("role") == "assistant"]
-    ids = [int(token) for turn in trajectory.turns for token in turn.tokens]
-    return AnswerSample(spoken[-1] if spoken else "", [dict(m) for m in completion], ids)
-
-
 @cache
 def _executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
@@ -215,15 +218,32 @@ ATTEMPTS = 2
 
 
 @dataclass
-class JudgeScorer:
-    """A ``GroupScorer``. ``mode``: ``each`` trajectory alone, or the whole ``group`` in one verdict."""
+class ModelScorer:
+    """What scorers that ask a model share: the model, and counts of questions since the last metrics."""
 
     judge: ChatModel
+    counts: dict[str, float] = field(default_factory=dict, kw_only=True)
+    counted: ClassVar[tuple[str, ...]] = ("calls", "cached", "failed", "seconds")
+
+    def metrics(self) -> dict[str, float]:
+        counts, self.counts = self.counts, {}
+        return {f"judge/{name}": counts.get(name, 0.0) for name in self.counted}
+
+    def close(self) -> None:
+        self.judge.close()
+
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + amount
+
+
+@dataclass
+class JudgeScorer(ModelScorer):
+    """A ``GroupScorer``. ``mode``: ``each`` trajectory alone, or the whole ``group`` in one verdict."""
+
     rubric: str
     mode: str = EACH
     weight: float = 1.0
     cache: VerdictCache = field(default_factory=VerdictCache)
-    counts: dict[str, float] = field(default_factory=dict)
     _asking: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def score(self, group: Group) -> Group:
@@ -253,13 +273,8 @@ class JudgeScorer:
         what = "each episode alone" if self.mode == EACH else "all episodes of a task in one verdict"
         return f"judge: {self.judge.name}, {what}, weight {self.weight:g}"
 
-    def metrics(self) -> dict[str, float]:
-        """Questions asked, found in the cache and failed, and the seconds of asking, since the last call."""
-        counts, self.counts = self.counts, {}
-        return {f"judge/{name}": counts.get(name, 0.0) for name in ("calls", "cached", "failed", "seconds")}
-
     def close(self) -> None:
-        self.judge.close()
+        super().close()
         self.cache.close()
 
     # ------------------------------------------------------------------- asking
@@ -296,9 +311,6 @@ class JudgeScorer:
             messages = [*messages, {"role": "assistant", "content": reply.text or "(empty)"}, complaint(fault)]
         return StoredVerdicts({}, f"the judge gave no verdict in {ATTEMPTS} attempts: {fault}")
 
-    def _count(self, name: str, amount: float = 1.0) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + amount
-
 
 # ----------------------------------------------------------------------------
 # A generative reward model as judge of the way: asks which step of a success was the first wrong one, and records the fact.
@@ -309,31 +321,29 @@ FIRST_ERROR_TOKENS = 8  # of the reply "error: 2"
 
 
 @dataclass
-class FirstErrorScorer:
+class FirstErrorScorer(ModelScorer):
     """A ``GroupScorer`` that changes no reward: the fact ``error`` replaces what the environment told."""
 
-    judge: ChatModel
-    counts: dict[str, float] = field(default_factory=dict)
-    known: dict[str, int] = field(default_factory=dict)
+    verdicts: dict[str, int] = field(default_factory=dict)  # by question
+    counted = ("calls", "cached", "failed", "flawed", "seconds")
 
     async def score(self, group: Group) -> Group:
         if group.task.split != "train":
             return group
-        asked = {i for i in scorable(group) if succeeded(group.trajectories[i])}
-        marked = [await self._marked(t) if i in asked else t for i, t in enumerate(group.trajectories)]
+        marked = list(group.trajectories)
+        for i in scorable(group):
+            if succeeded(marked[i]):
+                error = float(await self._first_error(marked[i]))
+                self._count("flawed", float(error != NO_ERROR))
+                turns = [replace(turn, facts={**turn.facts, FIRST_ERROR: error}) for turn in marked[i].turns]
+                marked[i] = replace(marked[i], turns=tuple(turns))
         return replace(group, trajectories=tuple(marked))
-
-    async def _marked(self, trajectory: Trajectory) -> Trajectory:
-        error = float(await self._first_error(trajectory))
-        self._count("flawed", float(error != NO_ERROR))
-        turns = tuple(replace(turn, facts={**turn.facts, FIRST_ERROR: error}) for turn in trajectory.turns)
-        return replace(trajectory, turns=turns)
 
     async def _first_error(self, trajectory: Trajectory) -> int:
         lines = steps_of(trajectory.messages)
         messages = question(lines)
         text = str(messages[0]["content"])
-        if text not in self.known:
+        if text not in self.verdicts:
             began, seed = time.perf_counter(), stable_seed("first error", text)
             try:
                 reply = await self.judge.reply(messages, Sampling(temperature=0.0, max_tokens=FIRST_ERROR_TOKENS), seed)
@@ -343,22 +353,11 @@ class FirstErrorScorer:
             self._count("calls")
             self._count("failed", float(said is None))
             self._count("seconds", time.perf_counter() - began)
-            self.known[text] = NO_ERROR if said is None or said >= count_steps(lines) else said
+            self.verdicts[text] = NO_ERROR if said is None or said >= count_steps(lines) else said
         else:
             self._count("cached")
-        return self.known[text]
+        return self.verdicts[text]
 
     def describe(self) -> str:
         """One line for the log."""
         return "judge: a reward model that names the first wrong step of each success"
-
-    def metrics(self) -> dict[str, float]:
-        """Successes asked about and found flawed, replies from memory and without a verdict, seconds, since the last call."""
-        counts, self.counts = self.counts, {}
-        return {f"judge/{name}": counts.get(name, 0.0) for name in ("calls", "cached", "failed", "flawed", "seconds")}
-
-    def close(self) -> None:
-        self.judge.close()
-
-    def _count(self, name: str, amount: float = 1.0) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + amount

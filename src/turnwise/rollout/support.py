@@ -17,8 +17,7 @@ from turnwise.core.records import Task
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_hint, read_messages, read_step
 from turnwise.errors import EnvironmentFault
-from turnwise.rollout.episode import EpisodeLimits
-from turnwise.rollout.episode_start import EpisodeSupport
+from turnwise.rollout.episode import EpisodeLimits, EpisodeSupport
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import next_action, scripted_policy
 

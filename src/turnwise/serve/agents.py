@@ -26,8 +26,8 @@ import os
 from collections.abc import Callable
 
 from turnwise.errors import EnvironmentFault
+from turnwise.rollout.agent_client import AgentTask
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, read_outcome, within
-from turnwise.rollout.agent_task import AgentTask
 from turnwise.serve.server import EndpointHost
 from turnwise.workers.process import exit_words, kill_group
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.core.records import Message
+from turnwise.rollout.agent_client import AgentTask
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallReply, CallRequest
-from turnwise.rollout.agent_task import AgentTask
 
 KEY_BYTES = 24
 ENDED = 10_000  # keys of ended episodes that are remembered, to say so

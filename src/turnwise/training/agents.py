@@ -28,8 +28,8 @@ from turnwise.core.seeds import stable_seed
 from turnwise.core.text import printable_line
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
+from turnwise.rollout.agent_client import AgentTask, FunctionAgent, open_task
 from turnwise.rollout.agent_episode import DIFFERENCE, AgentEpisode, AgentOutcome
-from turnwise.rollout.agent_task import AgentTask, FunctionAgent, open_task
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.lineage import (
     COMPACTION,

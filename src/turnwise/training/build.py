@@ -24,8 +24,7 @@ from turnwise.models import loading
 from turnwise.models.fetch import resolve
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.episode import Episode
-from turnwise.rollout.episode_start import OtherSeats
+from turnwise.rollout.episode import Episode, OtherSeats
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
 from turnwise.rollout.support import SupportResolver

@@ -24,8 +24,7 @@ from turnwise.errors import EnvironmentFault
 from turnwise.observe.rules import TOO_OLD
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.scoring import MAX_REWARD, scored_play
-from turnwise.rollout.strategies import EpisodeRunner, GroupRequest
-from turnwise.rollout.strategies.base import close
+from turnwise.rollout.strategies import EpisodeRunner, GroupRequest, close
 from turnwise.training.task_feed import TaskFeed, draw_order
 
 FAILED_IN_A_ROW = 16  # groups without a usable trajectory before the run stops with the reason

@@ -45,7 +45,7 @@ from turnwise.models.fetch import resolve
 from turnwise.models.loading import load_causal_lm, load_tokenizer
 from turnwise.models.trust import remote_code_is_trusted
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.local_chat import LocalChat
+from turnwise.rollout.chat_session import LocalChat
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.interrupt import run_async

@@ -27,16 +27,13 @@ from turnwise.core.protocols import Generator, LedgerProtocol
 from turnwise.core.records import Group, Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.signals import Signal
-from turnwise.data.augment import with_directions, with_revisions
-from turnwise.data.dataset import Dataset, DatasetRow, read_dataset
+from turnwise.data.dataset import Dataset, DatasetRow, read_dataset, with_directions, with_revisions
 from turnwise.data.demonstrations import DemonstrationContext, Demonstrations, RowDemonstrator, ScriptedDemonstrator
 from turnwise.data.files import LineErrors, digest
-from turnwise.data.ledger_reader import trajectory_reader
-from turnwise.data.mixing import Mixture
+from turnwise.data.mixing import Mixture, TurnResampler
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler
 from turnwise.data.prompts import PromptFile, PromptRow, read_prompts, split_rows
-from turnwise.data.replay import FreshActions, ReplaySources
-from turnwise.data.resampling import TurnResampler
+from turnwise.data.replay import FreshActions, ReplaySources, trajectory_reader
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides

@@ -19,8 +19,8 @@ from turnwise.engines.remote.http import ServerAddress
 from turnwise.environments.base import overrides
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewards, open_rewards
+from turnwise.rewards.judge import VerdictCache
 from turnwise.rewards.spec import parse_rewards
-from turnwise.rewards.verdict_cache import VerdictCache
 from turnwise.rollout.scoring import FirstErrorScorer, FunctionScorer, JudgeScorer, ScorerChain
 from turnwise.training.interrupt import run_async
 from turnwise.training.plan import prompt_data, read_rubric

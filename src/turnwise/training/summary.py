@@ -19,7 +19,7 @@ from turnwise.observe.charts import curves
 from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.recipes import catalogue
-from turnwise.rewards.verdict_cache import VerdictCache
+from turnwise.rewards.judge import VerdictCache
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
 from turnwise.training.agents import certificate_lines

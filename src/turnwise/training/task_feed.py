@@ -20,7 +20,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.errors import SettingError
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.guidance import LiveGuidance, NoGuidance
-from turnwise.rollout.strategies.base import GroupRequest, Strategy, close, park
+from turnwise.rollout.strategies import GroupRequest, Strategy, close, park
 from turnwise.tasks.budgets import Fixed, LiveBudget
 from turnwise.tasks.samplers import LiveSampler
 from turnwise.tasks.task_source import TaskStream

@@ -6,15 +6,24 @@ from turnwise.rollout.strategies import (
     Branch,
     CorrectedSampling,
     EntropyControl,
+    ForcedModes,
     Independent,
     Reworded,
     SamplingCorrection,
     Strategy,
 )
-from turnwise.rollout.strategies.confidence import BranchRule, ConfidenceTree, PruneRule
-from turnwise.rollout.strategies.modes import ForcedModes
-from turnwise.rollout.strategies.retry import HintedRetry, RepairedAttempts
-from turnwise.rollout.strategies.tree import AfterToolResults, BottleneckTree, SegmentTree, UncertainTokens, Vines
+from turnwise.rollout.strategies.tree import (
+    AfterToolResults,
+    BottleneckTree,
+    BranchRule,
+    ConfidenceTree,
+    HintedRetry,
+    PruneRule,
+    RepairedAttempts,
+    SegmentTree,
+    UncertainTokens,
+    Vines,
+)
 
 
 def independent() -> Strategy:

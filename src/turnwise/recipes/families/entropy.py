@@ -25,7 +25,7 @@ from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import EntropyControl
-from turnwise.rollout.strategies.confidence import PRUNED, BranchRule, ConfidenceTree
+from turnwise.rollout.strategies.tree import PRUNED, BranchRule, ConfidenceTree
 from turnwise.tasks.admission import Spread
 
 KIND = Kind.OBJECTIVE

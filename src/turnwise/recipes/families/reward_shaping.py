@@ -26,7 +26,7 @@ from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.strategies.modes import ForcedModes
+from turnwise.rollout.strategies import ForcedModes
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool, UncertaintySampler
 

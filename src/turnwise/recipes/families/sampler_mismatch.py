@@ -19,8 +19,7 @@ from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.precision import Precision
-from turnwise.rollout.strategies import DraftSelection
+from turnwise.rollout.strategies import DraftSelection, Precision
 
 KIND = Kind.OBJECTIVE
 
