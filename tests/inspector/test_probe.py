@@ -14,12 +14,10 @@ from turnwise.cli.main import main
 from turnwise.core.protocols import Action, Step
 from turnwise.environments.base import Environment, text_action, user_message
 from turnwise.errors import SettingError
-from turnwise.inspector.probe import policy_search
-from turnwise.inspector.probe.lore import gather_lore
-from turnwise.inspector.probe.play import ProbeEpisode, ProbePlayer, ProbeTask
-from turnwise.inspector.probe.policy_search import train_against
+from turnwise.inspector.probe import search
+from turnwise.inspector.probe.play import ProbeEpisode, ProbePlayer, ProbeTask, gather_lore
 from turnwise.inspector.probe.probe import probe_reward
-from turnwise.inspector.probe.search import search_acts
+from turnwise.inspector.probe.search import search_acts, train_against
 from turnwise.inspector.probe.verdict import BLIND, FAILS, MORE, OraclePay, judge
 
 TINY = 0.01  # minutes, where nothing is to be found
@@ -211,11 +209,11 @@ def test_the_tiny_model_is_trained_and_its_paid_failures_are_judged():
 
 def test_training_ends_before_a_step_that_would_end_too_late(monkeypatch):
     now = iter((0.0, 4.0, 7.0))
-    monkeypatch.setattr(policy_search.time, "monotonic", lambda: next(now))
-    clock = policy_search.StepClock(10.0)
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(now))
+    clock = search.StepClock(10.0)
     clock("step", {})
     clock("step", {})
-    with pytest.raises(policy_search.TimeIsUp):
+    with pytest.raises(search.TimeIsUp):
         clock("step", {})
 
 

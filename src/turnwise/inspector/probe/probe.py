@@ -17,17 +17,93 @@ from typing import Any
 from turnwise.environments import load
 from turnwise.errors import SettingError
 from turnwise.inspector.probe.adversaries import Adversary, adversaries, repeat
-from turnwise.inspector.probe.lore import LORE_TASKS, Lore, follow_oracle, gather_lore
-from turnwise.inspector.probe.play import ProbeEpisode, ProbePlayer, ProbeTask, RightCheck
-from turnwise.inspector.probe.policy_search import train_against
-from turnwise.inspector.probe.report import ProbeFinding, ProbeReport
-from turnwise.inspector.probe.search import search_acts
-from turnwise.inspector.probe.verdict import OraclePay, judge
+from turnwise.inspector.probe.play import (
+    LORE_TASKS,
+    Lore,
+    ProbeEpisode,
+    ProbePlayer,
+    ProbeTask,
+    RightCheck,
+    follow_oracle,
+    gather_lore,
+)
+from turnwise.inspector.probe.search import search_acts, train_against
+from turnwise.inspector.probe.verdict import OraclePay, ProbeVerdict, judge
 
 EXPLORED, DECIDING, SEARCHED = 4, 12, 2  # tasks
 SCRIPTED_SHARE, SEARCH_SHARE = 0.4, 0.65  # of the time, until which each stage may last
 RESERVE = 8.0  # seconds that the last stage leaves for its end
+SHOWN = 5  # behaviours in the text; JSON holds all
+LONGEST = 240  # characters of a message in the text
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProbeFinding:
+    """One behaviour that is paid although something calls it wrong."""
+
+    family: str
+    about: str
+    verdict: ProbeVerdict
+
+    def text(self) -> str:
+        v = self.verdict
+        pay = f"paid {v.reward:.3g} on average, the oracle {v.oracle:.3g}, in {v.tasks} of {v.played} tasks"
+        lines = [f"{self.family}: {self.about}", f"  {v.reason}: {pay}", f"  for example ({v.example.task}):"]
+        return "\n".join(
+            [*lines, *(f"    {line}" for line in transcript(v.example)), f"    reward: {v.example.reward:.3g}"]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        v = self.verdict
+        numbers = {"reward": v.reward, "oracle": v.oracle, "tasks": v.tasks, "played": v.played}
+        example = {"task": str(v.example.task), "reward": v.example.reward, "messages": list(v.example.messages)}
+        return {"family": self.family, "about": self.about, "reason": v.reason, **numbers, "example": example}
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """``findings``: at most one for each family, the best-paid first."""
+
+    environment: str
+    findings: tuple[ProbeFinding, ...]
+    behaviours: int
+    episodes: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def text(self) -> str:
+        tried = f"{self.behaviours} behaviours in {self.episodes} episodes, {self.seconds:.0f} s"
+        if self.ok:
+            head = f"{self.environment}: no paid behaviour was called wrong ({tried}). That is no proof that there is none."
+        else:
+            count = f"{len(self.findings)} kind{'s' * (len(self.findings) > 1)} of behaviour"
+            head = f"{self.environment}: {count} paid although wrong ({tried}), the best paid first"
+        blocks = [head, *(finding.text() for finding in self.findings[:SHOWN])]
+        if len(self.findings) > SHOWN:
+            blocks.append(
+                f"{len(self.findings) - SHOWN} more kinds: " + ", ".join(f.family for f in self.findings[SHOWN:])
+            )
+        return "\n\n".join([*blocks, *(f"note: {note}" for note in self.notes)])
+
+    def as_dict(self) -> dict[str, Any]:
+        facts = {"behaviours": self.behaviours, "episodes": self.episodes, "seconds": round(self.seconds, 1)}
+        found = [finding.as_dict() for finding in self.findings]
+        return {"environment": self.environment, "ok": self.ok, **facts, "findings": found, "notes": list(self.notes)}
+
+
+def transcript(episode: ProbeEpisode) -> list[str]:
+    """The dialogue, one line for each message, long texts and long dialogues cut."""
+    lines = []
+    for message in episode.messages:
+        text = " ".join(str(message["content"]).split())
+        shown = f"{text[:LONGEST]} … ({len(text)} characters)" if len(text) > LONGEST else text or "(nothing)"
+        lines.append(f"{message['role']}: {shown}")
+    return lines if len(lines) <= 14 else [*lines[:8], f"… ({len(lines) - 12} more messages)", *lines[-4:]]
 
 
 def probe_reward(
@@ -70,25 +146,22 @@ class _Probe:
         deciding = self.tasks(500, DECIDING, "held_out")
         self.pay = self.oracle_pay(lore, [*explored, *deciding])
         self.say("scripted adversaries")
-        self.attack(adversaries(lore), explored, deciding, self.until(SCRIPTED_SHARE))
-        if self.goes_on:
+        self.attack(adversaries(lore), explored, deciding, self.began + SCRIPTED_SHARE * self.seconds)
+        if self.everything or not self.findings:
             self.say("search over sequences of acts")
-            until = self.until(SEARCH_SHARE)
-            found = search_acts(self.player, lore, explored[:SEARCHED], self.pay, until)
-            self.attack(found, explored, deciding, until)
-        if self.goes_on and self.until(1.0) - RESERVE > time.monotonic():
+            until = self.began + SEARCH_SHARE * self.seconds
+            sequences = search_acts(self.player, lore, explored[:SEARCHED], self.pay, until)
+            self.attack(sequences, explored, deciding, until)
+        end = self.began + self.seconds - RESERVE
+        if (self.everything or not self.findings) and end > time.monotonic():
             self.say("training of the tiny model")
-            self.train()
+            verdict, line = train_against(self.player.cls, end, self.player, self.pay)
+            self.notes.append(line)
+            if verdict is not None:
+                self.keep(ProbeFinding("learned", "what the tiny model learned", verdict))
         order = sorted(self.findings.values(), key=lambda finding: -finding.verdict.excess)
         took = time.monotonic() - self.began
         return ProbeReport(self.name, tuple(order), self.behaviours, self.player.played, took, tuple(self.notes))
-
-    @property
-    def goes_on(self) -> bool:
-        return self.everything or not self.findings
-
-    def until(self, share: float) -> float:
-        return self.began + share * self.seconds
 
     def tasks(self, first: int, count: int, split: str = "train") -> list[ProbeTask]:
         """Tasks of all difficulties in turn."""
@@ -98,13 +171,15 @@ class _Probe:
 
     def oracle_pay(self, lore: Lore, tasks: Sequence[ProbeTask]) -> OraclePay:
         """The measure of all pay; refuses an environment in which nothing can be called wrong."""
-        if lore.has_oracle:
+        if lore.oracle_episodes:
             pay = OraclePay({task: self.player.play(task, follow_oracle) for task in tasks})
             if not any(pay.of(task) for task in tasks):
                 self.notes.append("the oracle earns nothing, so every reward counts as more than the oracle's")
             return pay
         tried = [self.player.play(task, a.behaviour) for task in tasks[:2] for a in adversaries(lore)[:60]]
-        tried += self._random_episodes(tasks)
+        # one random action again and again, so that some success is seen
+        drawn = [(task, action) for task in tasks for action in self.player.random_actions(task, 6)]
+        tried += [self.player.play(task, repeat(action)) for task, action in drawn]
         if all(episode.right is None for episode in tried):
             fault = next((f" (its episodes end with {e.fault})" for e in tried if e.fault), "")
             raise SettingError(
@@ -119,36 +194,25 @@ class _Probe:
         )
         return OraclePay({}, max(paid, default=None))
 
-    def _random_episodes(self, tasks: Sequence[ProbeTask]) -> list[ProbeEpisode]:
-        """Episodes of one random action again and again, so that some success is seen."""
-        pairs = [(task, action) for task in tasks for action in self.player.random_actions(task, 6)]
-        return [self.player.play(task, repeat(action)) for task, action in pairs]
-
     def attack(
-        self, found: Iterable[Adversary], explored: Sequence[ProbeTask], deciding: Sequence[ProbeTask], until: float
+        self, attackers: Iterable[Adversary], explored: Sequence[ProbeTask], deciding: Sequence[ProbeTask], until: float
     ) -> None:
         """Play each behaviour on a few tasks; where it looks wrong, decide on the others."""
-        for adversary in found:
+        for adversary in attackers:
             if time.monotonic() > until:
                 break
             self.behaviours += 1
-            first = [self.player.play(task, adversary.behaviour) for task in explored[:SEARCHED]]
+            play = lambda tasks, act=adversary.behaviour: [self.player.play(task, act) for task in tasks]  # noqa: E731
+            first = play(explored[:SEARCHED])
             if judge(first, self.pay, adversary.blind) is None:
-                first += [self.player.play(task, adversary.behaviour) for task in explored[SEARCHED:]]
+                first += play(explored[SEARCHED:])
                 if judge(first, self.pay, adversary.blind) is None:
                     continue
-            episodes = [self.player.play(task, adversary.behaviour) for task in deciding]
-            verdict = judge(episodes, self.pay, adversary.blind)
+            verdict = judge(play(deciding), self.pay, adversary.blind)
             if verdict is not None:
                 self.keep(ProbeFinding(adversary.family, adversary.about, verdict))
 
-    def train(self) -> None:
-        verdict, line = train_against(self.player.cls, self.until(1.0) - RESERVE, self.player, self.pay)
-        self.notes.append(line)
-        if verdict is not None:
-            self.keep(ProbeFinding("learned", "what the tiny model learned", verdict))
-
     def keep(self, finding: ProbeFinding) -> None:
-        known = self.findings.get(finding.family)
-        if known is None or finding.verdict.excess > known.verdict.excess:
+        before = self.findings.get(finding.family)
+        if before is None or finding.verdict.excess > before.verdict.excess:
             self.findings[finding.family] = finding

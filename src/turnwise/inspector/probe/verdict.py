@@ -76,19 +76,20 @@ def above(reward: float, pay: float) -> bool:
 
 def judge(episodes: Sequence[ProbeEpisode], pay: OraclePay, blind: bool = False) -> ProbeVerdict | None:
     """The verdict over the same behaviour in several tasks; None if nothing is wrong."""
-    known = [(e, oracle) for e in episodes if not e.fault and (oracle := pay.of(e.task)) is not None]
-    known = [(e, oracle) for e, oracle in known if not pay.same(e)]
-    if not known:
+    measured = [
+        (e, oracle) for e in episodes if not e.fault and (oracle := pay.of(e.task)) is not None and not pay.same(e)
+    ]
+    if not measured:
         return None
-    failed = [(e, oracle) for e, oracle in known if fails_and_is_paid(e, oracle)]
-    if len(failed) >= min(FAILURES, len(known)):
-        return _verdict(FAILS, failed, len(known))
-    if above(fmean(e.reward for e, _ in known), fmean(oracle for _, oracle in known)):
-        return _verdict(MORE, [pair for pair in known if above(pair[0].reward, pair[1])], len(known))
-    right = [(e, oracle) for e, oracle in known if e.right and oracle > 0 and at_least(e.reward, oracle)]
-    constant = len({e.said for e, _ in known}) == 1 and pay.varies and len(known) > 2
-    if (blind or constant) and len(right) >= NEARLY_ALL * len(known):
-        return _verdict(BLIND, right, len(known))
+    failed = [(e, oracle) for e, oracle in measured if fails_and_is_paid(e, oracle)]
+    if len(failed) >= min(FAILURES, len(measured)):
+        return _verdict(FAILS, failed, len(measured))
+    if above(fmean(e.reward for e, _ in measured), fmean(oracle for _, oracle in measured)):
+        return _verdict(MORE, [pair for pair in measured if above(pair[0].reward, pair[1])], len(measured))
+    right = [(e, oracle) for e, oracle in measured if e.right and oracle > 0 and at_least(e.reward, oracle)]
+    constant = len({e.said for e, _ in measured}) == 1 and pay.varies and len(measured) > 2
+    if (blind or constant) and len(right) >= NEARLY_ALL * len(measured):
+        return _verdict(BLIND, right, len(measured))
     return None
 
 
