@@ -11,9 +11,8 @@ import torch
 
 from turnwise.cli.main import main
 from turnwise.errors import SettingError
-from turnwise.inspector.audit import trl_checks, verl_checks
-from turnwise.inspector.audit.batches import read_batch, synthetic_batch
-from turnwise.inspector.audit.report import AGREES, audit_batch, recipe_gradient
+from turnwise.inspector.audit import trl, verl
+from turnwise.inspector.audit.report import AGREES, audit_batch, read_batch, recipe_gradient, synthetic_batch
 from turnwise.integrations import compat
 
 
@@ -88,11 +87,11 @@ def one_stream(examples, length, strategy):
 
 
 def test_packing_is_named_only_where_tokens_are_lost_or_see_another_example():
-    assert not [d for d in trl_checks._packing(whole_examples) if d.size > AGREES]
-    found = {d.check: d.size for d in trl_checks._packing(one_stream) if d.size > AGREES}
+    assert not [d for d in trl._packing(whole_examples) if d.size > AGREES]
+    found = {d.check: d.size for d in trl._packing(one_stream) if d.size > AGREES}
     assert found == {"packing, context": pytest.approx(12 / 22)}  # 8 (two cut) + 3 + 5 + 2 + 4 tokens, rows of 6
     found = {
-        d.check: d.size for d in trl_checks._packing(lambda e, *_: whole_examples(e[1:], 6, "")) if d.size > AGREES
+        d.check: d.size for d in trl._packing(lambda e, *_: whole_examples(e[1:], 6, "")) if d.size > AGREES
     }
     assert found == {"packing, lost": pytest.approx(8 / 22)}
 
@@ -103,7 +102,7 @@ def test_a_baseline_with_a_dropped_sibling_is_named():
         centred = groups - groups.mean(1, keepdim=True)
         return (centred / (groups.std(1, keepdim=True) + 1e-6) if scale == "group" else centred).flatten()
 
-    found = {d.subject: d.size for d in trl_checks._advantages(with_everyone) if d.size > AGREES}
+    found = {d.subject: d.size for d in trl._advantages(with_everyone) if d.size > AGREES}
     assert set(found) == {"mask_truncated_completions", "no reward"}
     assert found["no reward"] == pytest.approx((0.5 - 5 / 12) / 0.5)  # the mean of 1 and 0, with and without 0.25
 
@@ -117,7 +116,7 @@ def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
 @pytest.mark.slow
 def test_trl_deviates_where_it_is_known_to_and_nowhere_else():
     pytest.importorskip("trl", reason="TRL is not installed")
-    found = {(d.check, d.subject): d.size for d in trl_checks.audit_trl().deviations}
+    found = {(d.check, d.subject): d.size for d in trl.audit_trl().deviations}
     assert found["micro-batch dependence", "bnpo, equal parts"] == pytest.approx(0.155, abs=1e-3)
     assert found["micro-batch dependence", "grpo, parts of 4 and 2"] == pytest.approx(0.5)
     assert found["micro-batch dependence", "dapo with top_entropy_quantile, equal parts"] > 0.1
@@ -150,13 +149,13 @@ def by_part(parts, loss, mode="", **_):
 
 
 def test_cutting_and_padding_are_named_only_where_they_matter():
-    agreed = list(verl_checks._cut_and_padded(exact))
+    agreed = list(verl._cut_and_padded(exact))
     assert len(agreed) > 20 and max(d.size for d in agreed) < AGREES
-    found = {d.check for d in verl_checks._cut_and_padded(by_part) if d.size > AGREES}
+    found = {d.check for d in verl._cut_and_padded(by_part) if d.size > AGREES}
     assert found == {"micro-batch dependence", "padding", "empty row"}
-    agreed = list(trl_checks._cut_and_padded(exact))
+    agreed = list(trl._cut_and_padded(exact))
     assert len(agreed) > 40 and max(d.size for d in agreed) < AGREES
-    assert {d.check for d in trl_checks._cut_and_padded(by_part) if d.size > AGREES} == found
+    assert {d.check for d in trl._cut_and_padded(by_part) if d.size > AGREES} == found
 
 
 def test_without_verl_one_line_says_what_to_install(monkeypatch, capsys):
@@ -172,7 +171,7 @@ def test_without_verl_one_line_says_what_to_install(monkeypatch, capsys):
 @pytest.mark.slow
 def test_verl_deviates_where_it_is_known_to_and_nowhere_else():
     pytest.importorskip("verl", reason="verl is not installed")
-    found = {(d.check, d.subject): d.size for d in verl_checks.audit_verl().deviations}
+    found = {(d.check, d.subject): d.size for d in verl.audit_verl().deviations}
     assert found[("micro-batch dependence", "geo_mean, token-mean")] > 0.1
     assert found[("padding", "vanilla, seq-mean-token-sum-norm")] == pytest.approx(0.5)
     assert found[("advantage", "grpo against grpo, a group of one")] > 0.1

@@ -9,7 +9,7 @@ import pytest
 from support import finished_runs
 
 from turnwise.cli.main import main
-from turnwise.inspector.audit.batches import synthetic_batch
+from turnwise.inspector.audit.report import synthetic_batch
 from turnwise.inspector.page.views.table import VIEWS
 
 SMALL = {  # of the sweep

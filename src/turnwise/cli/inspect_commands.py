@@ -146,8 +146,8 @@ def audit(argv: Sequence[str]) -> int:
     namespace = parser.parse(argv)
     signatures.check_method(namespace.method)
     from turnwise.inspector.audit.report import audit_batch
-    from turnwise.inspector.audit.trl_checks import audit_trl
-    from turnwise.inspector.audit.verl_checks import audit_verl
+    from turnwise.inspector.audit.trl import audit_trl
+    from turnwise.inspector.audit.verl import audit_verl
 
     trainers = {"trl": audit_trl, "verl": audit_verl}
     report = trainers[n.subject]() if (n := namespace).subject in trainers else audit_batch(n.subject, n.method)

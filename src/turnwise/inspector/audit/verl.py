@@ -1,18 +1,33 @@
-"""``turnwise audit verl``: where verl's losses, averages, penalties and advantages deviate from the recipes in float64."""
+"""``turnwise audit verl``: where verl's losses, averages, penalties and advantages deviate from the recipes in float64.
+
+verl's own functions are called with given tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.inspector.audit.batches import synthetic_batch
-from turnwise.inspector.audit.report import AGREES, AuditDeviation, AuditReport, deviation, recipe_gradient
-from turnwise.integrations import padded
+from turnwise.errors import SettingError
+from turnwise.inspector.audit.report import (
+    AuditBatch,
+    AuditDeviation,
+    AuditReport,
+    cut_and_padded,
+    deviation,
+    recipe_gradient,
+    summed_gradient,
+    synthetic_batch,
+)
+from turnwise.integrations import compat, padded
 
+NO_DUAL_CLIP = 1e9
 Verl = Callable[..., tuple[float, Tensor]]
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 LOSSES = ("vanilla", "gspo", "sapo", "geo_mean", "cispo")
@@ -26,23 +41,18 @@ RECIPE_OF: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("sapo", "seq-mean-token-mean", "sapo", {}),
     ("geo_mean", "token-mean", "gmpo", {"low": 0.2, "high": 0.2}),
 )
-ESTIMATORS = (
-    ("grpo", "grpo"),
-    ("rloo", "rloo"),
-    ("reinforce_plus_plus", "reinforce_pp"),
-    ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),
-    ("opo", "opo"),
-)
+ESTIMATORS = {  # verl's, and the recipe with the same advantage
+    "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "opo": "opo",
+}  # fmt: skip
 
 
 def audit_verl() -> AuditReport:
     """verl's functions on a ragged batch with tool gaps."""
-    from turnwise.inspector.audit.verl_loss import verl_advantages, verl_gradient, verl_version
-
-    name = f"verl {verl_version()}"
+    core_algorithms()  # refuses where verl is not installed
     checks = [*_against_recipes(verl_gradient), *_cut_and_padded(verl_gradient), *_clipping(verl_gradient)]
     checks += [*_penalties(verl_gradient), *_advantages(verl_advantages)]
-    return AuditReport(name, len(checks), tuple(d for d in checks if d.size > AGREES))
+    return AuditReport.of(f"verl {version('verl')}", checks)
 
 
 def _against_recipes(verl: Verl) -> Iterator[AuditDeviation]:
@@ -60,21 +70,12 @@ def _against_recipes(verl: Verl) -> Iterator[AuditDeviation]:
 
 
 def _cut_and_padded(verl: Verl) -> Iterator[AuditDeviation]:
-    """The same rows in micro-batches, with more padding, beside an empty row, with other values at unsampled positions."""
-    batch = synthetic_batch()
-    parts = [batch.rows(torch.tensor(rows)) for rows in ([0, 1, 2, 3], [4, 5])]
-    wider, taller = batch.padded(columns=12), batch.padded(rows=1)
+    parts = synthetic_batch().parts([0, 1, 2, 3], [4, 5])
     for loss, mode in [*((loss, "token-mean") for loss in LOSSES), *(("vanilla", mode) for mode in MODES[1:])]:
+        call = lambda parts, loss=loss, mode=mode: verl(parts, loss, mode)  # noqa: E731
         subject = f"{loss}, {mode}"
-        whole = verl([batch], loss, mode)[1]
-        size = deviation(whole, verl(parts, loss, mode)[1])
-        yield AuditDeviation("micro-batch dependence", subject, size, "the same rows in parts of 4 and 2")
-        size = deviation(whole, verl([wider], loss, mode)[1][:, :12])
-        yield AuditDeviation("padding", subject, size, "12 more columns of padding")
-        size = deviation(whole, verl([taller], loss, mode)[1][:6])
-        yield AuditDeviation("empty row", subject, size, "one more row in which nothing was sampled")
-        size = deviation(whole, verl([batch.with_garbage()], loss, mode)[1])
-        yield AuditDeviation("mask", subject, size, "other values at positions that were not sampled")
+        how, empty = "the same rows in parts of 4 and 2", "one more row in which nothing was sampled"
+        yield from cut_and_padded(call, subject, {subject: parts}, how, empty)
 
 
 def _clipping(verl: Verl) -> Iterator[AuditDeviation]:
@@ -116,14 +117,72 @@ def _advantages(verl: Callable[..., Tensor]) -> Iterator[AuditDeviation]:
         ("a group of one", torch.tensor([0, 0, 0, 1, 1, 2])),
     )
     for where, group in cases:
-        for estimator, method in ESTIMATORS:
-            ours = padded.advantages(method, reward, mask, group, **_signals(method, mask))
+        for estimator, method in ESTIMATORS.items():
+            # a method that takes its KL from the reward gets a reference equal to the policy: no KL
+            wanted = {"reference", "proximal"} & set(map(str, padded.objective_of(method).signals))
+            signals = {name: torch.zeros(mask.shape, dtype=torch.float64) for name in wanted}
+            ours = padded.advantages(method, reward, mask, group, **signals)
             theirs = verl(estimator, reward, mask, group)
             subject = f"{estimator} against {method}, {where}"
             yield AuditDeviation("advantage", subject, deviation(ours, theirs * mask), "largest difference of a token")
 
 
-def _signals(method: str, mask: Tensor) -> dict[str, Tensor]:
-    """A method that takes its KL from the reward gets a reference equal to the policy: no KL."""
-    wanted = set(map(str, padded.objective_of(method).signals))
-    return {name: torch.zeros(mask.shape, dtype=torch.float64) for name in ("reference", "proximal") if name in wanted}
+# ------------------------------------------------------ verl with given tensors
+
+
+def core_algorithms() -> Any:
+    try:
+        return compat.verl_algorithms()
+    except ImportError as error:
+        reason = str(error).partition("(")[2].rstrip(")") or str(error)
+        raise SettingError(
+            f"verl cannot be imported here ({reason}); install it: pip install 'turnwise[verl]'"
+        ) from None
+
+
+def verl_gradient(
+    parts: Sequence[AuditBatch],
+    loss: str,
+    mode: str,
+    dual_clip: float = NO_DUAL_CLIP,
+    kl: str = "",
+    beta: float = 0.1,
+    low: float = 0.2,
+) -> tuple[float, Tensor]:
+    """Loss and gradient by ``logp``, summed over micro-batches, clipping at 0.2 above and ``low`` below. ``kl``: adds verl's
+    penalty of that kind."""
+    from verl.workers.config import ActorConfig
+
+    core = core_algorithms()
+    # verl is told the tokens and rows of the whole step, as its workers do
+    tokens, rows = sum(int(part.mask.sum()) for part in parts), sum(len(part.mask) for part in parts)
+    info: dict[str, Any] = {"batch_num_tokens": tokens, "global_batch_size": rows, "dp_size": 1}
+
+    def loss_of(part: AuditBatch, logp: Tensor) -> Tensor:
+        mask, advantages = part.mask.double(), part.advantages[:, None].expand(part.mask.shape)
+        config = ActorConfig(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode, clip_ratio=0.2, clip_ratio_low=low,
+            clip_ratio_high=0.2, clip_ratio_c=dual_clip,
+        )  # fmt: skip
+        config.global_batch_info.update(info)
+        value: Tensor = core.get_policy_loss_fn(loss)(part.old_logp, logp, advantages, mask, mode, config)[0]
+        if kl:
+            value = value + beta * core.agg_loss(core.kl_penalty(logp, part.reference, kl), mask, mode, **info)
+        return value
+
+    return summed_gradient(parts, loss_of)
+
+
+def verl_advantages(name: str, reward: Tensor, mask: Tensor, group: Tensor) -> Tensor:
+    """Advantages (B, L) of a verl estimator, where the reward lies on each row's last sampled token."""
+    from verl.trainer.config import AlgoConfig
+
+    last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
+    on_token = torch.zeros(mask.shape, dtype=torch.float64)
+    on_token[torch.arange(len(mask)), last] = reward.double()
+    estimator = core_algorithms().get_adv_estimator_fn(name)
+    index = np.array([str(int(g)) for g in group])
+    advantages: Tensor = estimator(
+        token_level_rewards=on_token, response_mask=mask.double(), index=index, config=AlgoConfig()
+    )[0]
+    return advantages
