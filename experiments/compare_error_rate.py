@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inspector.compare.statistics import CANNOT_TELL, sequential_verdict
+from turnwise.inspector.compare.comparison import CANNOT_TELL, sequential_verdict
 
 TASKS, SEEDS, SPREAD, ALPHA = 200, 5, 0.05, 0.05
 

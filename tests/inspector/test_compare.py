@@ -16,10 +16,18 @@ pytest.importorskip("scipy", reason="the extra `inspector` is not installed")
 
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
-from turnwise.inspector.compare.comparison import compare_outcomes, compare_runs
+from turnwise.inspector.compare.comparison import (
+    BETTER,
+    CANNOT_TELL,
+    WORSE,
+    RunOutcome,
+    compare_outcomes,
+    compare_runs,
+    paired_difference,
+    read_outcome,
+    spent,
+)
 from turnwise.inspector.compare.live import compare_live, grid_variants, method_variants
-from turnwise.inspector.compare.outcomes import RunOutcome, read_outcome
-from turnwise.inspector.compare.statistics import BETTER, CANNOT_TELL, WORSE, paired_difference, spent
 from turnwise.store.atomic import write_sealed
 from turnwise.store.rundir import RunDir
 

@@ -10,8 +10,7 @@ import pytest
 from support.finished_runs import SMALL
 
 from turnwise.errors import SettingError
-from turnwise.inspector.replay.bisect import bisect_runs
-from turnwise.inspector.replay.divergence import RunRecord
+from turnwise.inspector.replay.divergence import RunRecord, bisect_runs
 from turnwise.inspector.replay.replay import replay_step
 from turnwise.training import api
 

@@ -58,7 +58,7 @@ def bisect(argv: Sequence[str]) -> int:
     parser.add_argument("left", help="a run directory")
     parser.add_argument("right", help="another run directory")
     namespace = parser.parse(argv)
-    from turnwise.inspector.replay.bisect import bisect_runs
+    from turnwise.inspector.replay.divergence import bisect_runs
 
     result = bisect_runs(namespace.left, namespace.right)
     show(result, namespace.json)

@@ -1,8 +1,16 @@
-"""A comparison of runs: outcomes at equal token budgets, differences over paired seeds, in words, JSON and a plot."""
+"""A comparison of runs: outcomes at equal token budgets, differences over paired seeds, in words, JSON and a plot.
+
+The unit is a pair of runs with the same seed: tasks, initial model and draws are the same, the method differs. Tasks of one
+run are not independent of each other (one model answers them all), so they do not count as units. Assumed: the differences of
+pairs are independent and roughly normal (each is a mean over many tasks). Then each look has its exact error rate by Student's
+t, and by the union bound all looks at all pairs together err with probability ``alpha`` at most.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -10,15 +18,136 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError
-from turnwise.inspector.compare.outcomes import RunOutcome, common_tokens, read_outcome
-from turnwise.inspector.compare.statistics import (
-    CANNOT_TELL,
-    PairedDifference,
-    paired_difference,
-    sequential_verdict,
-)
+from turnwise.inspector.queries import RunReader
 
 ALPHA = 0.05
+BETTER, WORSE, CANNOT_TELL = "better", "worse", "cannot tell"
+
+
+# ----------------------------------------------------------- outcomes of runs
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """One run. ``curve``: sampled tokens and held-out outcome, from the evaluation before training to the one after."""
+
+    path: str
+    label: str
+    seed: int
+    tasks: int
+    measure: str  # success, or reward where the environment reports no success
+    curve: tuple[tuple[float, float], ...]
+
+    @property
+    def tokens(self) -> float:
+        return self.curve[-1][0]
+
+    def at(self, tokens: float) -> float:
+        """The outcome after so many tokens, by interpolation between evaluations."""
+        xs = [x for x, _ in self.curve]
+        n = bisect_left(xs, tokens)
+        if n == 0 or n == len(xs):
+            return self.curve[min(n, len(xs) - 1)][1]
+        (x0, y0), (x1, y1) = self.curve[n - 1], self.curve[n]
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+
+def read_outcome(path: str | Path, label: str = "") -> RunOutcome:
+    """The outcome of a finished run; refuses one without a held-out evaluation."""
+    with RunReader(path) as reader:
+        before, after = ((reader.evaluation(when) or {}).get("summary", {}) for when in ("before", "after"))
+        settings, rows = reader.settings, reader.metrics()
+    if not after.get("tasks"):
+        raise SettingError(
+            f"{path} has no evaluation after training, so there is nothing to compare; finish it, or train with --eval-tasks"
+        )
+    measure = "success" if after.get("success") is not None else "reward"
+    title = f"{settings.get('method')}+{settings['credit']}" if settings.get("credit") else str(settings.get("method"))
+    points, tokens = [(0.0, float(before.get(measure) or 0.0))], 0.0
+    for row in rows:
+        tokens += float(row["tokens"] or 0.0)
+        value = row[f"eval/{measure}"]
+        if value is not None and tokens > points[-1][0]:
+            points.append((tokens, float(value)))
+    end = (max(tokens, 1.0), float(after[measure]))
+    curve = (*(point for point in points if point[0] < end[0]), end)
+    return RunOutcome(str(path), label or title, int(settings.get("seed", 0)), int(after["tasks"]), measure, curve)
+
+
+# ----------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of left − right over pairs, its interval at ``level``, effect sizes. ``low`` is −inf for fewer than two pairs."""
+
+    pairs: int
+    mean: float
+    low: float
+    high: float
+    level: float
+    effect: float  # mean over standard deviation of the pairs' differences
+    wins: float  # share of pairs in which left is higher; a tie counts half
+
+    @property
+    def verdict(self) -> str:
+        if self.low > 0:
+            return BETTER
+        return WORSE if self.high < 0 else CANNOT_TELL
+
+
+@functools.cache
+def student_t(probability: float, freedom: int) -> float:
+    """The quantile of Student's t distribution."""
+    try:
+        from scipy.stats import t
+    except ImportError:
+        raise SettingError("comparisons need SciPy; install it: pip install 'turnwise[inspector]'") from None
+    return float(t.ppf(probability, freedom))
+
+
+def paired_difference(left: Sequence[float], right: Sequence[float], alpha: float) -> PairedDifference:
+    """The difference of paired values with its two-sided interval of level 1 − alpha.
+
+    With equal differences the spread is zero, and one cannot know how much of that is luck: no interval then, unless both
+    sides are the same throughout."""
+    differences = [a - b for a, b in zip(left, right, strict=True)]
+    n = len(differences)
+    mean = sum(differences) / n if n else math.nan
+    wins = sum(0.5 if d == 0 else float(d > 0) for d in differences) / n if n else math.nan
+    variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
+    if n < 2 or variance == 0:
+        effect = 0.0 if mean == 0 else math.nan
+        return PairedDifference(n, mean, -math.inf, math.inf, 1 - alpha, effect, wins)
+    spread = math.sqrt(variance)
+    half = student_t(1 - alpha / 2, n - 1) * spread / math.sqrt(n)
+    return PairedDifference(n, mean, mean - half, mean + half, 1 - alpha, mean / spread, wins)
+
+
+def spent(looks: int, alpha: float) -> list[float]:
+    """The error rate of each look, the first at two pairs; they sum to ``alpha``. Later looks have more data and get more."""
+    weights = [float(n) for n in range(1, looks + 1)]
+    return [alpha * weight / sum(weights) for weight in weights]
+
+
+def sequential_verdict(
+    left: Sequence[float], right: Sequence[float], planned: int, alpha: float
+) -> tuple[int, PairedDifference]:
+    """Look after every pair from the second on; stop at the first look that decides. Pairs used, and the last difference.
+
+    ``planned``: the number of pairs at most, fixed before the first look."""
+    if planned < 2:
+        raise SettingError(f"{planned} pairs are planned; a comparison needs at least 2 seeds")
+    rates = spent(planned - 1, alpha)
+    difference = paired_difference(left[:1], right[:1], rates[0])
+    for n in range(2, min(planned, len(left)) + 1):
+        difference = paired_difference(left[:n], right[:n], rates[n - 2])
+        if difference.verdict != CANNOT_TELL:
+            return n, difference
+    return min(planned, len(left)), difference
+
+
+# ---------------------------------------------------------------- comparisons
 
 
 @dataclass(frozen=True)
@@ -69,7 +198,9 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         pairs = [
-            {"left": p.left, "right": p.right, "verdict": p.difference.verdict, **_finite(asdict(p.difference))}
+            {"left": p.left, "right": p.right, "verdict": p.difference.verdict}
+            # JSON has no infinity: an interval without bounds is null
+            | {k: v if math.isfinite(v) else None for k, v in asdict(p.difference).items()}
             for p in self.pairs
         ]
         values = {
@@ -106,7 +237,7 @@ def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: fl
     measures = {outcome.measure for outcome in outcomes}
     if len(measures) > 1:
         raise SettingError("some of the runs report success and others only a reward; compare runs of one environment")
-    tokens = common_tokens(outcomes)
+    tokens = min(outcome.tokens for outcome in outcomes)  # the budget that every run reached
     values: dict[str, dict[int, float]] = {label: {} for label in labels}
     for outcome in sorted(outcomes, key=lambda o: o.seed):
         if outcome.seed in values[outcome.label]:
@@ -114,7 +245,13 @@ def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: fl
         values[outcome.label][outcome.seed] = outcome.at(tokens)
     every = list(combinations(labels, 2))
     pairs = tuple(ComparedPair(a, b, _difference(values[a], values[b], planned, alpha / len(every))) for a, b in every)
-    return Comparison(measures.pop(), tokens, alpha, values, pairs, _notes(outcomes, tokens))
+    largest, notes = max(outcome.tokens for outcome in outcomes), list[str]()
+    if largest > 1.05 * tokens:
+        notes.append(
+            f"runs sampled {tokens:.0f} to {largest:.0f} tokens; longer ones are read where they had sampled {tokens:.0f}, "
+            "between their evaluations (--eval-every makes that finer)"
+        )
+    return Comparison(measures.pop(), tokens, alpha, values, pairs, tuple(notes))
 
 
 def compare_runs(paths: Sequence[str | Path], alpha: float = ALPHA) -> Comparison:
@@ -130,17 +267,3 @@ def _difference(a: Mapping[int, float], b: Mapping[int, float], planned: int, al
         if planned and seeds
         else paired_difference(left, right, alpha)
     )
-
-
-def _notes(outcomes: Sequence[RunOutcome], tokens: float) -> tuple[str, ...]:
-    largest = max(outcome.tokens for outcome in outcomes)
-    if largest <= 1.05 * tokens:
-        return ()
-    return (
-        f"runs sampled {tokens:.0f} to {largest:.0f} tokens; longer ones are read where they had sampled {tokens:.0f}, "
-        "between their evaluations (--eval-every makes that finer)",
-    )
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -13,8 +13,7 @@ from typing import Any
 
 from turnwise.core.protocols import Listener
 from turnwise.errors import SettingError
-from turnwise.inspector.compare.comparison import ALPHA, Comparison, compare_outcomes
-from turnwise.inspector.compare.outcomes import RunOutcome, read_outcome
+from turnwise.inspector.compare.comparison import ALPHA, Comparison, RunOutcome, compare_outcomes, read_outcome
 from turnwise.training import api
 from turnwise.training.watch import silent
 

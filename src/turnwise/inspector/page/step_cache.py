@@ -49,7 +49,7 @@ def factors_of(
         if update < 0:
             raise StoreError(f"step {step} stores nothing for trajectory {trajectory}")
     with _COMPUTING:
-        return stored_step(run, step, max(0, update)), _factors(run, step, max(0, update), method)
+        return stored_step(run, step, update), _factors(run, step, update, method)
 
 
 def warm(run: RunReader, step: int, trajectory: str) -> threading.Thread:
