@@ -5,29 +5,257 @@
         session.run("x = 20")
         session.run("x + 1")        # ExecutionResult(output='21', ok=True, ...)
 
-Knows nothing of models, environments or rewards.
+The host sends only source text and reads only JSON whose size and types it checks: replies are data, never pickled objects. Every
+wait has a deadline. Knows nothing of models, environments or rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
+import itertools
+import json
 import os
 import secrets
 import signal
+import socket
+import struct
+import subprocess
+import tempfile
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from turnwise.core.text import clean
 from turnwise.errors import ToolFault
-from turnwise.tools.isolation import Isolation, SandboxLimits, interpreters, isolation_candidates
-from turnwise.tools.zygote import START_SECONDS, Garbled, Gone, Hung, SandboxWorker, WorkerExit, ZygoteHandle
+from turnwise.tools.guest.scratch import remove_tree
+from turnwise.tools.isolation import (
+    ENVIRONMENT,
+    Interpreter,
+    Isolation,
+    SandboxLimits,
+    interpreters,
+    isolation_candidates,
+)
+
+START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
+MODULES = ("landlock", "seccomp", "confine", "scratch", "repl", "zygote")
+BOOT = """
+import json, socket, sys, types
+control = socket.socket(fileno=0)
+boot = json.loads(control.recv(1 << 20))
+for name, source in boot["modules"]:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    exec(compile(source, name, "exec"), module.__dict__)
+sys.path[:] = [entry for entry in sys.path if entry]
+module.main(control, boot["config"])
+"""
+
+
+# one sequence for all pools of this process: a session's user id comes from its number, and the process limit counts users
+_session_numbers = itertools.count(1)
+
+
+class Hung(Exception):
+    """No reply arrived before the deadline."""
+
+
+class Gone(Exception):
+    """The worker's end of the channel is closed."""
+
+
+class Garbled(Exception):
+    """The message received is not a valid reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How a worker ended: its exit code (negative: a signal; None: we killed it), its CPU time and the limit it exceeded."""
+
+    code: int | None
+    cpu_seconds: float
+    limit: str = ""  # the limit for which it was killed, in words
+
+
+class ZygoteHandle:
+    """A running zygote process. ``spawn`` only sends a message; the fork happens in the zygote, concurrently."""
+
+    def __init__(
+        self, isolation: Isolation, interpreter: Interpreter, limits: SandboxLimits, *, keep_user: bool = False
+    ) -> None:
+        self.limits = limits
+        self.alive = False
+        self.landlock = False
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_SECONDS)
+        with theirs, tempfile.TemporaryFile() as errors:
+            self._process = subprocess.Popen(
+                isolation.command(interpreter, BOOT), stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors,
+                env=ENVIRONMENT, cwd="/", start_new_session=True,
+            )  # fmt: skip
+            theirs.close()
+            try:
+                package, folder = "turnwise.tools.guest", Path(__file__).with_name("guest")
+                modules = [("turnwise", ""), ("turnwise.tools", ""), (package, "")]
+                modules += [(f"{package}.{name}", (folder / f"{name}.py").read_text()) for name in MODULES]
+                config = isolation.config(interpreter, limits, keep_user=keep_user)
+                self._send({"modules": modules, "config": config})
+                answer = self._receive()
+            except (OSError, ValueError) as error:
+                self._kill()
+                errors.seek(0)
+                stderr = errors.read(2000).decode("utf-8", "replace").strip()
+                raise ToolFault(f"{isolation.name} did not start: {stderr or error}") from error
+        if "fault" in answer:
+            self._kill()
+            raise ToolFault(f"{isolation.name} did not start: {answer['fault']}")
+        self.landlock = bool(answer.get("landlock"))
+        self._scratch: str = answer["scratch"]
+        self.alive = True
+        _handles.add(self)
+
+    # ---- messages
+    def _send(self, message: dict[str, Any], *handles: int) -> None:
+        socket.send_fds(self._control, [json.dumps(message).encode()], handles)
+
+    def _receive(self) -> dict[str, Any]:
+        data = self._control.recv(65536)
+        if not data:
+            raise ConnectionResetError("it exited at once")
+        answer = json.loads(data)
+        assert isinstance(answer, dict)  # the zygote runs trusted code only
+        return answer
+
+    # ---- sessions
+    def spawn(self) -> SandboxWorker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                with self._lock:
+                    number = next(_session_numbers)
+                    self._send({"spawn": number}, theirs.fileno())
+            except OSError as error:
+                ours.close()
+                self.close()
+                raise ToolFault(f"the zygote process has ended ({error})") from error
+        return SandboxWorker(self, number, ours)
+
+    def end(self, number: int, *, wait: bool, grace: bool = False) -> WorkerExit | None:
+        """Kill a session and all its processes. With ``wait``, return how it ended, once all of them have exited."""
+        if not self.alive:
+            return None
+        try:
+            with self._lock:
+                self._send({"end": number, "answer": wait, "grace": grace})
+                answer = self._receive() if wait else None
+        except (OSError, ValueError):
+            self.close()  # it does not reply: end all sessions; the next one starts a new zygote
+            return None
+        return WorkerExit(answer["status"], answer["cpu"], answer["reason"]) if answer else None
+
+    def check(self) -> bool:
+        """Whether the process still runs."""
+        if self.alive and self._process.poll() is not None:
+            self.close()
+        return self.alive
+
+    def close(self) -> None:
+        """End the zygote and every session. Safe to call twice."""
+        self.alive = False
+        with contextlib.suppress(OSError):
+            self._control.close()  # it exits when it reads the end of this socket
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        if self._scratch:  # exists only if the zygote was killed before it could clean up
+            remove_tree(self._scratch)
+
+    def _kill(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_handles: weakref.WeakSet[ZygoteHandle] = weakref.WeakSet()
+
+
+def _detach_all() -> None:
+    """In a forked child of the host: close our descriptors without touching what belongs to the parent."""
+    for zygote in list(_handles):
+        zygote.alive = False
+        zygote._lock = threading.Lock()  # the parent may have held it at the fork
+        zygote._control.close()
+        zygote._process.returncode = 0
+        zygote._scratch = ""  # the parent still uses it
+    _handles.clear()
+
+
+# a forked child that kept the control socket would keep the zygote alive after the host is killed
+os.register_at_fork(after_in_child=_detach_all)
+
+
+class SandboxWorker:
+    """The host's end of one session's channel. A frame is a 4-byte length and a JSON object."""
+
+    def __init__(self, zygote: ZygoteHandle, number: int, channel: socket.socket) -> None:
+        self.zygote = zygote
+        self.number = number
+        self.channel = channel
+        self.ready = False
+        self._buffer = bytearray()
+        self._max_frame_bytes = zygote.limits.output_bytes * 6 + 1024  # JSON escapes a character in at most six bytes
+
+    @staticmethod
+    def frame(message: dict[str, Any]) -> bytes:
+        data = json.dumps(message).encode()
+        return struct.pack(">I", len(data)) + data
+
+    def feed(self, data: bytes) -> None:
+        if not data:
+            raise Gone
+        self._buffer += data
+
+    def next_message(self) -> dict[str, Any] | None:
+        """The next complete frame, or None if it has not arrived."""
+        if len(self._buffer) < 4:
+            return None
+        size = int.from_bytes(self._buffer[:4], "big")
+        if size > self._max_frame_bytes:
+            raise Garbled(f"a frame of {size} bytes")
+        if len(self._buffer) < 4 + size:
+            return None
+        data = bytes(self._buffer[4 : 4 + size])
+        del self._buffer[: 4 + size]
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Garbled("a frame that is not JSON") from error
+        if not isinstance(message, dict):
+            raise Garbled("a frame that is not an object")
+        return message
+
+    def interrupt(self) -> None:
+        """Wake a thread that waits for a reply; no reply will come."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
+
+    def end(self, *, wait: bool = False, grace: bool = False) -> WorkerExit | None:
+        self.channel.close()
+        return self.zygote.end(self.number, wait=wait, grace=grace)
+
 
 RESTARTED = "the interpreter was restarted, its names are gone"
 # Runs once in every new isolation: a mechanism that allows any of this does not isolate and is not used.
@@ -78,25 +306,24 @@ class PythonTool:
         with self._lock:
             while self._workers_to_end:
                 self._workers_to_end.popleft().end()
-            try:
-                self._refill()
-            except ToolFault:  # the zygote died since the last call; a second failure propagates
-                self._refill()
+            for attempt in range(2):
+                try:
+                    zygote = self._running_zygote()
+                    while len(self._idle_workers) <= self._spare:
+                        self._idle_workers.append(zygote.spawn())
+                    break
+                except ToolFault:  # the zygote died since the last call; a second failure propagates
+                    if attempt:
+                        raise
             return self._idle_workers.popleft()
-
-    def _refill(self) -> None:
-        zygote = self._running_zygote()
-        while len(self._idle_workers) <= self._spare:
-            self._idle_workers.append(zygote.spawn())
 
     def describe(self) -> str:
         """The isolation in use, what it blocks and what it does not block, in one sentence."""
         with self._lock:
             zygote = self._running_zygote()
             assert self._isolation is not None
-            if not self._isolation.seccomp:
-                return self._isolation.describe()
-            return f"{self._isolation.describe()} (with seccomp{' and Landlock' if zygote.landlock else ''})"
+            filters = f" (with seccomp{' and Landlock' if zygote.landlock else ''})" if self._isolation.seccomp else ""
+            return self._isolation.describe() + filters
 
     @property
     def isolation(self) -> str:
@@ -136,10 +363,6 @@ class PythonTool:
         worker.channel.close()
         self._workers_to_end.append(worker)
 
-    def _close_at_exit(self) -> None:
-        """At interpreter exit. A forked child only closes its own descriptors: the lock may have been held at the fork."""
-        self.close() if os.getpid() == self._owner else self._discard_idle_workers()
-
 
 _pools: weakref.WeakSet[PythonTool] = weakref.WeakSet()
 
@@ -147,7 +370,8 @@ _pools: weakref.WeakSet[PythonTool] = weakref.WeakSet()
 @atexit.register
 def _close_pools_at_exit() -> None:
     for pool in list(_pools):
-        pool._close_at_exit()
+        # a forked child only closes its own descriptors: the lock may have been held at the fork
+        pool.close() if os.getpid() == pool._owner else pool._discard_idle_workers()
 
 
 def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[ZygoteHandle, Isolation]:
@@ -163,7 +387,18 @@ def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[Zy
         for interpreter, keep_user in attempts:
             try:
                 zygote = ZygoteHandle(isolation, interpreter, limits, keep_user=keep_user)
-                _check(zygote, isolation)
+                worker = zygote.spawn()
+                try:
+                    result = execute(worker, ISOLATION_TEST, START_SECONDS)
+                except (Hung, Gone, Garbled, ToolFault) as error:
+                    worker.channel.close()
+                    zygote.close()
+                    raise ToolFault(f"a first session did not answer: {error!r}") from error
+                worker.end()
+                # a session that can do what it must not; without seccomp only that it runs is asked
+                if not result.ok or (isolation.seccomp and "False" in result.output):
+                    zygote.close()
+                    raise ToolFault(f"it does not isolate: {result.output}")
             except ToolFault as fault:
                 faults.append(f"{isolation.name}: {fault}")
                 continue
@@ -172,21 +407,6 @@ def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[Zy
                 warnings.warn(f"untrusted code is NOT isolated. {isolation.describe()}{why}", stacklevel=4)
             return zygote, isolation
     raise ToolFault(f"no isolation for untrusted Python could be started: {'; '.join(faults)}")
-
-
-def _check(zygote: ZygoteHandle, isolation: Isolation) -> None:
-    """Refuse, and end, a zygote whose first session does not answer or can do what it must not."""
-    worker = zygote.spawn()
-    try:
-        result = execute(worker, ISOLATION_TEST, START_SECONDS)
-    except (Hung, Gone, Garbled, ToolFault) as error:
-        worker.channel.close()
-        zygote.close()
-        raise ToolFault(f"a first session did not answer: {error!r}") from error
-    worker.end()
-    if not result.ok or (isolation.seccomp and "False" in result.output):
-        zygote.close()
-        raise ToolFault(f"it does not isolate: {result.output}")
 
 
 @functools.cache

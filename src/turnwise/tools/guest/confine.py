@@ -39,10 +39,8 @@ def enter_pid_namespace(namespace: int) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
     filesystem = kind.encode() if kind else None
-    _check(
-        libc.mount(source.encode(), target.encode(), filesystem, ctypes.c_ulong(flags), data.encode()),
-        f"mount {target}",
-    )
+    result = libc.mount(source.encode(), target.encode(), filesystem, ctypes.c_ulong(flags), data.encode())
+    _check(result, f"mount {target}")
 
 
 def die_with_parent() -> None:
@@ -84,14 +82,6 @@ def _bind(source: str, target: str, flags: int) -> None:
     mount("none", target, None, REMOUNT | BIND | flags)
 
 
-def mount_private_scratch(size: int) -> None:
-    """Mount a scratch directory that only this session sees and that ends with it; hide /proc."""
-    unshare(NEWNS | NEWIPC)
-    mount("none", "/", None, REC | PRIVATE)
-    mount("tmpfs", SCRATCH, "tmpfs", NOSUID | NODEV, f"size={size},nr_inodes=4096,mode=0777")
-    mount("tmpfs", "/proc", "tmpfs", NOSUID | NODEV | READ_ONLY, "size=4k,mode=0555")
-
-
 # ------------------------------------------------------------ user and limits
 
 
@@ -110,34 +100,11 @@ def drop_user(uid: int) -> bool:
     return False
 
 
-def drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    empty_sets = (ctypes.c_uint32 * 6)()
-    _check(libc.capset(header, empty_sets), "capset")
-
-
-def limit_resources(limits: dict[str, Any]) -> None:
-    """Set all limits but that of processes, which counts per user (``limit_processes``)."""
-    cpu = limits["cpu_seconds"]
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (cpu, cpu + 1)
-    )  # the hard limit kills a process that ignores the soft limit's signal
-    for which, amount in (
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-    ):
-        hard = resource.getrlimit(which)[1]
-        amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
-        resource.setrlimit(which, (amount, amount))
-
-
-def limit_processes(count: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    count = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
+def limit(which: int, amount: int) -> None:
+    """Lower a limit of this process, soft and hard, for good."""
+    hard = resource.getrlimit(which)[1]
+    amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    resource.setrlimit(which, (amount, amount))
 
 
 def threads_of_user() -> int:
@@ -156,19 +123,30 @@ def confine(config: dict[str, Any], uid: int, scratch: str) -> None:
     """Apply all of it to one session. The order matters: mounts need the privileges that are dropped next."""
     limits = config["limits"]
     if config["namespaces"]:
-        mount_private_scratch(limits["scratch_bytes"])
-    limit_resources(limits)
+        # a scratch directory that only this session sees and that ends with it; /proc is hidden
+        unshare(NEWNS | NEWIPC)
+        mount("none", "/", None, REC | PRIVATE)
+        size = f"size={limits['scratch_bytes']},nr_inodes=4096,mode=0777"
+        mount("tmpfs", SCRATCH, "tmpfs", NOSUID | NODEV, size)
+        mount("tmpfs", "/proc", "tmpfs", NOSUID | NODEV | READ_ONLY, "size=4k,mode=0555")
+    # the hard limit kills a process that ignores the soft limit's signal
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_seconds"], limits["cpu_seconds"] + 1))
+    limit(resource.RLIMIT_AS, limits["memory_bytes"])
+    limit(resource.RLIMIT_FSIZE, limits["scratch_bytes"])
+    limit(resource.RLIMIT_NOFILE, limits["open_files"])
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_MEMLOCK, 0)
     changed_user = config["change_user"] and drop_user(uid)
     if config["namespaces"] and not changed_user:
         unshare(NEWUSER)  # the kernel counts processes per user *and* user namespace
     if config["namespaces"] or changed_user:
-        limit_processes(limits["processes"])
+        limit(resource.RLIMIT_NPROC, limits["processes"])
     elif not config["seccomp"]:
-        limit_processes(config["busy"] + limits["processes"])
+        limit(resource.RLIMIT_NPROC, config["busy"] + limits["processes"])
     if not config["namespaces"]:
         die_with_parent()  # after the change of user, which clears the setting
-    if config["seccomp"]:
-        drop_capabilities()
+    if config["seccomp"]:  # no capability is left: version 3 of the header, three empty sets of 64 bits
+        _check(libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()), "capset")
     if config["landlock"]:
         landlock.apply([*config["trees"], *DEVICES], [scratch, os.devnull])
     if config["seccomp"]:

@@ -143,7 +143,10 @@ def _entries(top: int, name: str) -> Iterator[tuple[int, str] | None]:
                 for entry in listing:
                     if entry.is_dir(follow_symlinks=False):
                         yield handle, entry.name
-                        removed += not _exists(entry.name, handle)
+                        try:
+                            os.stat(entry.name, dir_fd=handle, follow_symlinks=False)
+                        except OSError:  # the caller has moved it
+                            removed += 1
                     else:
                         removed += _unlink(entry.name, handle)
                         yield None
@@ -199,11 +202,3 @@ def _clear_flags(handle: int, name: str) -> None:
             fcntl.ioctl(file, SET_FLAGS, struct.pack("l", 0))
         finally:
             os.close(file)
-
-
-def _exists(name: str, handle: int) -> bool:
-    try:
-        os.stat(name, dir_fd=handle, follow_symlinks=False)
-        return True
-    except OSError:
-        return False

@@ -45,7 +45,11 @@ class Zygote:
     def serve(self) -> None:
         while True:
             ready = select.select([self.control], [], [], 0.0 if self.trash.pending else self.monitor.pause)[0]
-            self._stop_violations()
+            running = {session: pid for session, pid in self.children.items() if session not in self.stopped}
+            folders = {} if self.config["namespaces"] else {session: self._scratch(session) for session in running}
+            for session, reason in self.monitor.violations(running, folders):
+                self.stopped.setdefault(session, reason)  # the host reads why when it ends the session
+                self._kill(running[session])
             self.trash.work(SLICE)
             if not ready:
                 continue
@@ -80,13 +84,19 @@ class Zygote:
         try:
             signal.set_wakeup_fd(-1)
             os.setsid()
-            channel = socket.socket(fileno=_isolate_descriptor(handle))
+            # every descriptor but 0, 1, 2 and this one is closed, above all the control socket
+            os.dup2(handle, 3, inheritable=False)
+            os.closerange(4, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))  # the zygote never opens more than a handful
+            channel = socket.socket(fileno=3)
             scratch = self._scratch(session)
             uid = self.config["first_uid"] + session % 1024
             if not self.config["namespaces"]:
                 os.mkdir(scratch, 0o700)
                 if os.getuid() == 0 and self.config["change_user"]:
-                    _make_accessible(scratch, uid)
+                    try:
+                        os.chown(scratch, uid, uid)
+                    except OSError:  # a container that maps few users: the session will run as one of those
+                        os.chmod(scratch, 0o777)
             confine.confine(self.config, uid, scratch)
             os.chdir(scratch)
             os.environ.update(HOME=scratch, TMPDIR=scratch)
@@ -103,15 +113,6 @@ class Zygote:
 
     def _scratch(self, session: int) -> str:
         return self.base if self.config["namespaces"] else os.path.join(self.base, str(session))
-
-    # ---- limits
-    def _stop_violations(self) -> None:
-        """Kill every session that is above a limit; the host reads why when it ends the session."""
-        running = {session: pid for session, pid in self.children.items() if session not in self.stopped}
-        folders = {} if self.config["namespaces"] else {session: self._scratch(session) for session in running}
-        for session, reason in self.monitor.violations(running, folders):
-            self.stopped.setdefault(session, reason)
-            self._kill(running[session])
 
     def _kill(self, pid: int) -> None:
         """Kill a session's processes. In a PID namespace the kernel ends all of them with the first."""
@@ -157,29 +158,6 @@ class Zygote:
                 os.rmdir(self.base)
 
 
-def _isolate_descriptor(handle: int) -> int:
-    """Close every descriptor but 0, 1, 2 and this one, above all the control socket."""
-    os.dup2(handle, 3, inheritable=False)
-    os.closerange(4, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))  # the zygote itself never opens more than a handful
-    return 3
-
-
-def _make_accessible(path: str, uid: int) -> None:
-    try:
-        os.chown(path, uid, uid)
-    except OSError:  # a container that maps few users: the session will run as one of those
-        os.chmod(path, 0o777)
-
-
-def _world_readable(path: str) -> bool:
-    """Whether any user can read this file and traverse every directory above it."""
-    while path != "/":
-        if not os.stat(path).st_mode & (0o001 if os.path.isdir(path) else 0o004):
-            return False
-        path = os.path.dirname(path)
-    return True
-
-
 # ------------------------------------------------------------------ measured limits
 
 
@@ -215,7 +193,16 @@ class Monitor:
         children = children_by_parent(running)
         for session, pid in pids.items():
             tree = [pid, *descendants(pid, children)]
-            if len(tree) > 1 and is_above(tree, self.memory_bytes):
+            if len(tree) == 1:  # its own limit holds it
+                continue
+            if (
+                sum(_kilobytes(f"/proc/{n}/status", (b"RssAnon:", b"RssShmem:")) or 0 for n in tree) * 1024
+                <= self.memory_bytes
+            ):
+                continue
+            # pages that they share count once, where the kernel tells us
+            shares = [_kilobytes(f"/proc/{n}/smaps_rollup", (b"Pss:",)) for n in tree]
+            if None in shares or sum(share or 0 for share in shares) * 1024 > self.memory_bytes:
                 yield session, f"memory limit of {self.memory_bytes >> 20} MiB for all processes together"
 
     def _scratch(self, pids: Mapping[int, int], folders: Mapping[int, str]) -> Iterator[tuple[int, str]]:
@@ -247,14 +234,6 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
     return below
 
 
-def is_above(pids: list[int], limit: int) -> bool:
-    """Whether processes use more memory than this. Pages that they share count once, where the kernel tells us."""
-    if sum(_kilobytes(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:")) or 0 for pid in pids) * 1024 <= limit:
-        return False
-    shares = [_kilobytes(f"/proc/{pid}/smaps_rollup", (b"Pss:",)) for pid in pids]
-    return None in shares or sum(share or 0 for share in shares) * 1024 > limit
-
-
 def _kilobytes(path: str, names: tuple[bytes, ...]) -> int | None:
     """The sum of these lines; 0 for a process that has ended, None for one that we may not read."""
     try:
@@ -279,8 +258,12 @@ def main(control: socket.socket, config: dict[str, Any]) -> None:
             confine.build_root(config["trees"], config["links"])
         config["landlock"] = config["landlock"] and landlock.version() > 0
         config["busy"] = confine.threads_of_user()
-        if config["change_user"] and os.getuid() == 0 and not _world_readable(os.path.realpath(os.__file__)):
-            raise PermissionError("other users cannot read this interpreter's library")
+        # any user must be able to read this file and traverse every directory above it
+        path = os.path.realpath(os.__file__)
+        while path != "/" and config["change_user"] and os.getuid() == 0:
+            if not os.stat(path).st_mode & (0o001 if os.path.isdir(path) else 0o004):
+                raise PermissionError("other users cannot read this interpreter's library")
+            path = os.path.dirname(path)
         for name in PRELOAD:
             importlib.import_module(name)
         zygote = Zygote(channel, config)
