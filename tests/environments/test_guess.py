@@ -37,9 +37,9 @@ def test_a_wrong_guess_ends_it_and_a_wrong_word_costs_a_turn():
     env.reset(0)
     slip = env.step(text_action("is it purple?"))
     assert slip.info == {"tool_errors": 1} and "2 left" in slip.messages[0]["content"]
-    other = next(letter for letter in "abcd" if letter != env.correct_answer)
+    other = next(letter for letter in "abcd" if letter != env.answer()[-1])
     end = env.step(text_action(f"Guess {other}."))
-    assert end.terminated and end.info["success"] is False and env.correct_answer in end.messages[0]["content"]
+    assert end.terminated and end.info["success"] is False and env.answer()[-1] in end.messages[0]["content"]
 
 
 def test_questions_left_unused_are_truncated_not_won():

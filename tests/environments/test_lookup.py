@@ -60,7 +60,7 @@ def test_tool_messages():
     step = env.step(Action("", calls=(ToolCall("search", {"query": about}, id="c1"),)))
     (message,) = step.messages
     assert message["role"] == "tool" and message["name"] == "search" and message["tool_call_id"] == "c1"
-    assert message["content"] == f"the {about} is {env.correct_answer}."
+    assert message["content"] == f"the {about} is {env.question.answer}."
     assert step.info == {"tool_calls": 1, "tool_errors": 0, "facts": {"question": 1.0, "uncovered": 1.0}}
     assert env.step(tool_action("search", query="qqqq")).messages[0]["content"] == "nothing found"
 
@@ -77,7 +77,7 @@ def test_answers_are_read_leniently_in_case_and_end_only():
     for text, right in texts.items():
         env = Lookup()
         env.reset(1)
-        step = env.step(text_action(text.format(env.correct_answer.upper())))
+        step = env.step(text_action(text.format(env.question.answer.upper())))
         assert step.info.get("success", False) is right
 
 

@@ -26,7 +26,6 @@ from turnwise.environments.base import (
     user_message,
 )
 
-MAX_NOTES = 400  # characters
 EDITING_TOOLS = (
     tool_schema("keep", "forget everything but the task and these notes", notes="string"),
     tool_schema("drop", "forget the oldest turns", turns="integer"),
@@ -42,7 +41,7 @@ class ContextEditor:
     """What the policy reads: the task, its notes, and the exchanges since."""
 
     task: list[Message]
-    max_notes: int = MAX_NOTES
+    max_notes: int = 400  # characters
     notes: str = ""
     exchanges: list[list[Message]] = field(default_factory=list)  # each a turn and the reply to it
 
@@ -113,8 +112,6 @@ class Archive(LimitedEpisode):
         "cold_batch": 24,
     }  # fmt: skip
     symbols: ClassVar[str] = SYMBOLS
-    register: Register
-    editor: ContextEditor
     page: int  # pages read
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", editing: bool = True) -> None:
@@ -122,17 +119,15 @@ class Archive(LimitedEpisode):
         self.editing, self.tools = editing, EDITING_TOOLS if editing else ()
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.register, self.page = sample_problem(self._sample, seed, self.split), 0
+        def sample(rng: random.Random) -> Register:
+            names = rng.sample(NAMES, PAGES[self.difficulty] * ENTRIES)
+            pages = tuple(tuple(names[i : i + ENTRIES]) for i in range(0, len(names), ENTRIES))
+            return Register(pages, tuple(names[n] for n in sorted(rng.sample(range(len(names)), MARKED))))
+
+        self.register, self.page = sample_problem(sample, seed, self.split), 0
         task, page = user_message(f"find the names with {MARK}."), self._next_page()
         self.editor = ContextEditor([task], MAX_NOTES, exchanges=[[page]])
         return [task, page]
-
-    def _sample(self, rng: random.Random) -> Register:
-        count = PAGES[self.difficulty]
-        names = rng.sample(NAMES, count * ENTRIES)
-        pages = tuple(tuple(names[i : i + ENTRIES]) for i in range(0, len(names), ENTRIES))
-        marked = sorted(rng.sample(range(len(names)), MARKED))
-        return Register(pages, tuple(names[n] for n in marked))
 
     def _next_page(self) -> Message:
         """Turn the page; behind the last stands the question."""

@@ -98,8 +98,7 @@ FREE_NAMES = ("p", "q")  # no template uses them
 
 def background(problem: WordProblem, rng: random.Random) -> WordProblem:
     """Tell a story before the problem."""
-    story = f"{rng.choice(EVENTS)} at {rng.choice(PLACES)}."
-    return WordProblem(f"{story} {problem.question}", problem.expression, problem.numbers)
+    return replace(problem, question=f"{rng.choice(EVENTS)} at {rng.choice(PLACES)}. {problem.question}")
 
 
 def term(problem: WordProblem, rng: random.Random) -> WordProblem:
@@ -108,7 +107,7 @@ def term(problem: WordProblem, rng: random.Random) -> WordProblem:
     assert question is not None, problem.question
     defined = f"A {word} is how many{question[1] or ''} there are at the end."
     rest = problem.question[: question.start()]
-    return WordProblem(f"{defined} {rest}What is the {word}?", problem.expression, problem.numbers)
+    return replace(problem, question=f"{defined} {rest}What is the {word}?")
 
 
 def sub_problem(problem: WordProblem, rng: random.Random) -> WordProblem:
@@ -147,7 +146,6 @@ class Calculator(Environment):
     tools: Sequence[dict[str, Any]] = (TOOL,)
     wordings = 1 + len(REWRITES)
     facts: ClassVar[tuple[str, ...]] = ("error",)  # the first wrong turn so far, −1 for none
-    problem: WordProblem
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", rewrites: int = 0) -> None:
         super().__init__(difficulty=difficulty, split=split)
@@ -160,33 +158,28 @@ class Calculator(Environment):
         self.turn, self.first_error = 0, -1
 
     def reset(self, seed: int) -> list[Message]:
-        plain = sample_problem(
-            lambda rng: make_problem(rng, self.difficulty), seed, self.split, lambda p: p.expression + p.bindings
-        )
+        make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
+        plain = sample_problem(make, seed, self.split, lambda problem: problem.expression + problem.bindings)
         drawn = random.Random(f"wording/{seed}").randrange(1 + self.rewrites)
         self.problem = reworded(plain, (self.wording or drawn) % self.wordings)
         return [user_message(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
         """A turn is wrong if a call fails or cannot be read, or if it answers and nothing was computed."""
-        step = await self._step(action)
-        if self.first_error < 0 and (step.info.get("tool_errors") or (step.terminated and not self.replies)):
-            self.first_error = self.turn - 1
-        return replace(step, info={**step.info, "facts": {"error": float(self.first_error)}})
-
-    async def _step(self, action: Action) -> Step:
         self.turn += 1
         answers = re.findall(r"answer:\s*(-?\d[\d,]*\.?\d*|[A-Za-z_]\w*)", action.text)
         if action.calls or action.faults:
             step = await self._run(action)
         elif answers:
             right = await self._value(answers[-1]) == self.problem.answer
-            return Step([], float(right), terminated=True, info={"success": right})
+            step = Step([], float(right), terminated=True, info={"success": right})
         else:
             step = Step([user_message("Call python or write answer: X")], info={"tool_errors": 1})
-        if self.turn >= self.max_turns:
-            return replace(step, truncated=True, info={**step.info, "success": False})
-        return step
+        if self.turn >= self.max_turns and not step.terminated:
+            step = replace(step, truncated=True, info={**step.info, "success": False})
+        if self.first_error < 0 and (step.info.get("tool_errors") or (step.terminated and not self.replies)):
+            self.first_error = self.turn - 1
+        return replace(step, info={**step.info, "facts": {"error": float(self.first_error)}})
 
     async def _run(self, action: Action) -> Step:
         messages, errors = [tool_message("python", fault) for fault in action.faults], len(action.faults)

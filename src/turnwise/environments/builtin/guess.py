@@ -95,8 +95,6 @@ class Guess(SavedEpisode):
     }  # fmt: skip
     symbols: ClassVar[str] = rf"(?:, | not | )?(?:{'|'.join(ATTRIBUTES)})| [a-l]\b"
     saved: ClassVar[Mapping[str, Any]] = {"remaining": tuple}
-    problem: GuessProblem
-    remaining: tuple[str, ...]
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.problem = problem_of(self.difficulty, self.split, seed)
@@ -111,9 +109,10 @@ class Guess(SavedEpisode):
             self.remaining = matching if yes else others
             reply = f"it is {'' if yes else 'not '}{attribute}. {self._status()}"
             return Step([user_message(reply)], info={"tool_errors": 0, "facts": {"question": 1.0}})
-        if (guess := GUESS.fullmatch(text)) and guess[1] in self._letters():
-            right = guess[1] == self.correct_answer
-            reply = "right." if right else f"wrong: {self.correct_answer}."
+        if (guess := GUESS.fullmatch(text)) and guess[1] in LETTERS[: len(self.problem.candidates)]:
+            hidden = self._letter(self.problem.hidden)
+            right = guess[1] == hidden
+            reply = "right." if right else f"wrong: {hidden}."
             info = {"tool_errors": 0, "facts": {"answer": 1.0}, "success": right}
             return Step([user_message(reply)], float(right), terminated=True, info=info)
         reply = f"say: is it WORD? or: guess LETTER. {self._status()}"
@@ -124,15 +123,8 @@ class Guess(SavedEpisode):
         candidates = ", ".join(f"{thing} {self._letter(thing)}" for thing in self.remaining)
         return f"{candidates}. {self.max_turns - self.turns} left."
 
-    @property
-    def correct_answer(self) -> str:
-        return self._letter(self.problem.hidden)
-
     def answer(self) -> str:
-        return f"guess {self.correct_answer}"
-
-    def _letters(self) -> str:
-        return LETTERS[: len(self.problem.candidates)]
+        return f"guess {self._letter(self.problem.hidden)}"
 
     def _letter(self, thing: str) -> str:
         return LETTERS[self.problem.candidates.index(thing)]
@@ -157,4 +149,5 @@ class Guess(SavedEpisode):
         return self._blind(rng, guess=self.turns >= self.max_turns - 1)
 
     def _blind(self, rng: random.Random, guess: bool) -> Action:
-        return text_action(f"guess {rng.choice(self._letters())}" if guess else f"is it {rng.choice(ATTRIBUTES)}?")
+        letters = LETTERS[: len(self.problem.candidates)]
+        return text_action(f"guess {rng.choice(letters)}" if guess else f"is it {rng.choice(ATTRIBUTES)}?")

@@ -79,6 +79,7 @@ def transition(layout: GridLayout, state: GridState, word: str) -> GridState:
     return state if locked or to not in layout.floor else state._replace(at=to)
 
 
+@lru_cache(maxsize=256)  # a few hundred states each
 def distances(layout: GridLayout) -> dict[GridState, int]:
     """The number of turns to the goal from every reachable state: a forward search for the states, a backward one for the
     distances."""
@@ -103,35 +104,28 @@ def distances(layout: GridLayout) -> dict[GridState, int]:
     return distance
 
 
-distances_of = lru_cache(maxsize=256)(distances)  # a few hundred states each
-
-
 @lru_cache(maxsize=1024)
 def layout_of(difficulty: int, split: str, seed: int) -> GridLayout:
-    """Cached, because all episodes of a group share one seed."""
+    """Two rooms of which the length of the shortest solution is within the bounds of the difficulty. Cached, because all episodes
+    of a group share one seed."""
     size = SIZES[difficulty]
-    empty = sample_problem(lambda rng: _empty_rooms(rng, size), seed, split, lambda layout: layout.content)
-    return _with_pillars(empty, size, random.Random(f"pillars/{split}/{seed}"))
-
-
-def _empty_rooms(rng: random.Random, size: GridSize) -> GridLayout:
-    """Two empty rooms, resampled until the length of the shortest solution is within the bounds of the difficulty."""
     near, far = ([(c + x, r) for c in range(size.room) for r in range(size.rows)] for x in (0, size.room + 1))
-    while True:
-        door = (size.room, rng.randrange(size.rows))
-        (start, key), goal = rng.sample(near, 2), rng.choice(far)
-        # one turn to take, one to open; without pillars the others are walking distance
-        turns = 2 + _distance(start, key) + _distance(key, door) + _distance(door, goal)
-        if size.oracle[0] <= turns <= size.oracle[1]:
-            return GridLayout(start, key, door, goal, frozenset({door, *near, *far}))
 
+    def empty_rooms(rng: random.Random) -> GridLayout:
+        while True:
+            door = (size.room, rng.randrange(size.rows))
+            (start, key), goal = rng.sample(near, 2), rng.choice(far)
+            # one turn to take, one to open; without pillars the others are walking distance
+            turns = 2 + _distance(start, key) + _distance(key, door) + _distance(door, goal)
+            if size.oracle[0] <= turns <= size.oracle[1]:
+                return GridLayout(start, key, door, goal, frozenset({door, *near, *far}))
 
-def _with_pillars(empty: GridLayout, size: GridSize, rng: random.Random) -> GridLayout:
-    """The layout with random pillars, resampled until the solution is short enough."""
+    empty = sample_problem(empty_rooms, seed, split, lambda layout: layout.content)
     free = sorted(empty.floor - {empty.start, empty.key, empty.door, empty.goal})
+    rng = random.Random(f"pillars/{split}/{seed}")  # its own: pillars alone do not make a new problem
     while True:
         layout = replace(empty, floor=empty.floor - {*rng.sample(free, size.pillars)})
-        if distances_of(layout).get(GridState(empty.start), size.turns) <= size.oracle[1]:
+        if distances(layout).get(GridState(empty.start), size.turns) <= size.oracle[1]:
             return layout
 
 
@@ -148,8 +142,6 @@ class KeyDoor(SavedEpisode):
     }  # fmt: skip
     symbols: ClassVar[str] = r"(?:, |[.] | )?(?:north|east|south|west|here|key|door|goal|wall|held|locked|open|take) ?"
     saved: ClassVar[Mapping[str, Any]] = {"state": lambda values: GridState(tuple(values[0]), *values[1:])}
-    layout: GridLayout
-    state: GridState
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.layout = layout_of(self.difficulty, self.split, seed)
@@ -172,22 +164,14 @@ class KeyDoor(SavedEpisode):
 
     def hints(self) -> Sequence[str]:
         """The order of things, the direction of the goal, the moves of the shortest way."""
-        return (
-            "first the key, then the door, then the goal",
-            self.hint(),
-            f"the moves are {' '.join(self._shortest_way())}",
-        )
-
-    def turns_to_solve(self) -> float:
-        return float(distances_of(self.layout)[self.state])
-
-    def _shortest_way(self) -> list[str]:
-        """The moves of the scripted policy from here to the goal."""
         state, moves = self.state, list[str]()
         while state.at != self.layout.goal:
             moves.append(_best_word(self.layout, state))
             state = transition(self.layout, state, moves[-1])
-        return moves
+        return ("first the key, then the door, then the goal", self.hint(), f"the moves are {' '.join(moves)}")
+
+    def turns_to_solve(self) -> float:
+        return float(distances(self.layout)[self.state])
 
     def state_key(self) -> str:
         """The agent's position, key and door; not the turn, so that a state visited twice has one key."""
@@ -202,7 +186,7 @@ class KeyDoor(SavedEpisode):
 
 
 def _best_word(layout: GridLayout, state: GridState) -> str:
-    distance = distances_of(layout)
+    distance = distances(layout)
     return min(WORDS, key=lambda word: distance[transition(layout, state, word)])
 
 

@@ -126,9 +126,23 @@ class Question:
 def fictional_world(split: str, number: int) -> FictionalWorld:
     """World ``number`` of a split; cached."""
     rng = random.Random(f"world/{split}/{number}")
-    names = tuple(rng.sample(_names(), sum(COUNTS.values())))
+    # the invented names of all worlds: few, so that a small model soon represents each as a word
+    letters, invented = random.Random("names"), dict[str, None]()
+    while len(invented) < NAMES:
+        invented["".join(letters.choice(kind) for kind in (CONSONANTS, VOWELS, CONSONANTS, VOWELS))] = None
+    names = tuple(rng.sample(tuple(invented), sum(COUNTS.values())))
     kinds = dict(zip(names, (kind for kind, count in COUNTS.items() for _ in range(count))))
-    facts = _facts(rng, {kind: [n for n in names if kinds[n] == kind] for kind in COUNTS})
+    companies, people, cities, lands = ([n for n in names if kinds[n] == kind] for kind in COUNTS)
+    facts: dict[str, dict[str, str]] = {}
+    for company in companies:
+        facts[company] = {"founder": rng.choice(people), "seat": rng.choice(cities)}
+    for one, other in zip(people[::2], people[1::2]):  # marriages are mutual
+        facts[one] = {"birthplace": rng.choice(cities), "spouse": other}
+        facts[other] = {"birthplace": rng.choice(cities), "spouse": one}
+    for place, city in enumerate(cities):
+        facts[city] = {"land": lands[place % len(lands)], "mayor": rng.choice(people)}
+    for land in lands:  # a capital lies in its land
+        facts[land] = {"capital": rng.choice([city for city in cities if facts[city]["land"] == land])}
     subjects = [(name, relation) for name in names for relation in facts[name]]
     notes = tuple(f"the {relation} of {name} is {facts[name][relation]}." for name, relation in subjects)
     index = BM25Index([f"{name} {note}" for (name, _), note in zip(subjects, notes)])  # the subject's name counts twice
@@ -145,33 +159,6 @@ def sample_question(world: FictionalWorld, hops: int, rng: random.Random) -> Que
             names.append(world.facts[names[-1]][relation])
         if len(set(names)) == len(names):
             return Question(tuple(names), tuple(relations))
-
-
-@lru_cache(maxsize=1)
-def _names() -> tuple[str, ...]:
-    """The invented names of all worlds: few, so that a small model soon represents each as a word."""
-    rng = random.Random("names")
-    shape = (CONSONANTS, VOWELS, CONSONANTS, VOWELS)
-    names: dict[str, None] = {}
-    while len(names) < NAMES:
-        names["".join(rng.choice(letters) for letters in shape)] = None
-    return tuple(names)
-
-
-def _facts(rng: random.Random, of: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Consistent facts: marriages are mutual, a capital lies in its land."""
-    people, cities, lands = of["person"], of["city"], of["land"]
-    facts: dict[str, dict[str, str]] = {}
-    for company in of["company"]:
-        facts[company] = {"founder": rng.choice(people), "seat": rng.choice(cities)}
-    for one, other in zip(people[::2], people[1::2]):
-        facts[one] = {"birthplace": rng.choice(cities), "spouse": other}
-        facts[other] = {"birthplace": rng.choice(cities), "spouse": one}
-    for number, city in enumerate(cities):
-        facts[city] = {"land": lands[number % len(lands)], "mayor": rng.choice(people)}
-    for land in lands:
-        facts[land] = {"capital": rng.choice([city for city in cities if facts[city]["land"] == land])}
-    return facts
 
 
 RESULTS = 1  # notes per search
@@ -192,11 +179,8 @@ class Lookup(SavedEpisode):
     limits: ClassVar[Mapping[int, int]] = {hops: 2 * hops + 2 for hops in difficulties}
     max_turns = limits[3]
     tools: Sequence[dict[str, Any]] = (tool_schema("search", "find notes", query="string"),)
-    facts: ClassVar[tuple[str, ...]] = (
-        "question",
-        "answer",
-        "uncovered",
-    )  # bit k of uncovered: the note of hop k is found
+    # bit k of uncovered: the note of hop k is found
+    facts: ClassVar[tuple[str, ...]] = ("question", "answer", "uncovered")
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {
         "difficulty": (1, 2), "context": 192, "max_tokens": 12, "copying": True, "cold_steps": 60, "cold_demos": 2880,
@@ -204,8 +188,6 @@ class Lookup(SavedEpisode):
     symbols: ClassVar[str] = SYMBOLS
     saved: ClassVar[Mapping[str, Any]] = {"notes_read": list}
     notes_read: list[int]  # their numbers, in the order of their latest reading
-    world: FictionalWorld
-    question: Question
 
     def begin(self, seed: int) -> Sequence[Message]:
         def sample(rng: random.Random) -> tuple[FictionalWorld, Question]:
@@ -228,8 +210,8 @@ class Lookup(SavedEpisode):
             info = counts | {"facts": {"question": 1.0, "uncovered": uncovered}}
             return Step([message for message, _ in replies], info=info)
         if answer := ANSWER.search(action.text[-MAX_QUERY:].strip().lower()):
-            right = answer[1] == self.correct_answer
-            text = "right." if right else f"wrong: it is {self.correct_answer}."
+            right = answer[1] == self.question.answer
+            text = "right." if right else f"wrong: it is {self.question.answer}."
             info = counts | {"facts": {"answer": 1.0}, "success": right}
             return Step([user_message(text)], float(right), terminated=True, info=info)
         return Step([user_message(f"{HELP}.")], info=counts | {"tool_errors": 1})
@@ -248,12 +230,8 @@ class Lookup(SavedEpisode):
         text = "\n".join(self.world.notes[note] for note in notes) or "nothing found"
         return tool_message("search", text, call.id), 0
 
-    @property
-    def correct_answer(self) -> str:
-        return self.question.answer
-
     def answer(self) -> str:
-        return f"answer: {self.correct_answer}"
+        return f"answer: {self.question.answer}"
 
     def hint(self) -> str:
         """The first query, and the relation to follow in each note."""

@@ -37,19 +37,12 @@ class Nim(SavedEpisode):
     }  # fmt: skip
     agents: ClassVar[tuple[str, ...]] = PLAYERS
     saved: ClassVar[Mapping[str, Any]] = {"heaps": list, "moves": int, "winner": int}
-    start: tuple[int, int]
-    heaps: list[int]
-    moves: int
-    winner: int  # −1 until the end
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.start = self._sample(seed)
-        self.heaps, self.moves, self.winner = list(self.start), 0, -1
-        return [user_message(self._view())]
-
-    def _sample(self, seed: int) -> tuple[int, int]:
         low, high = HEAPS[self.difficulty]
-        return sample_problem(lambda rng: (rng.randint(low, high), rng.randint(low, high)), seed, self.split)
+        self.start = sample_problem(lambda rng: (rng.randint(low, high), rng.randint(low, high)), seed, self.split)
+        self.heaps, self.moves, self.winner = list(self.start), 0, -1  # nobody until the end
+        return [user_message(self._view())]
 
     @property
     def agent(self) -> str:

@@ -105,12 +105,6 @@ def perform(wish: str, order: dict[str, Any], city: str = "") -> None:
         order["state"] = {"cancel": "cancelled", "refund": "refunded"}[wish]
 
 
-def describe(order: Mapping[str, Any]) -> str:
-    """An order as the tool ``look`` shows it."""
-    state = f"came {order['days']} days ago" if order["state"] == "came" else order["state"]
-    return f"{order['item']} of {order['customer']} to {order['city']}, {state}"
-
-
 class CustomerService(SavedEpisode):
     """One conversation."""
 
@@ -123,18 +117,15 @@ class CustomerService(SavedEpisode):
         "difficulty": (1, 2), "context": 320, "max_tokens": 14, "copying": True, "cold_steps": 150, "cold_batch": 24,
     }  # fmt: skip
     saved: ClassVar[Mapping[str, Any]] = {
-        "request": int, "asked": bool, "looked": bool,
+        "request": int, "number_said": bool, "looked": bool,
         "database": lambda orders: {int(number): dict(order) for number, order in orders.items()},
     }  # fmt: skip
-    task: ServiceTask
-    database: Database
     request: int  # number of the present one
-    asked: bool  # whether the customer has said its order number
-    looked: bool
+    number_said: bool  # by the customer, of the present order
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.task = sample_problem(self._sample, seed, self.split)
-        self.database, self.request, self.asked, self.looked = self.task.start(), 0, False, False
+        self.database, self.request, self.number_said, self.looked = self.task.start(), 0, False, False
         greeting = user_message(f"i am {self.task.customer}. {self._current.text}")
         return [{"role": "system", "content": RULES}, greeting]
 
@@ -167,13 +158,13 @@ class CustomerService(SavedEpisode):
         words = plain_words(action.text)
         if words in FINAL:
             self.request += 1
-            self.asked = self.looked = False
+            self.number_said = self.looked = False
             if self.request < len(self.task.requests):
                 return Step([user_message(self._current.text)])
             right = self.database == self.task.goal
             return Step([user_message("bye.")], float(right), terminated=True, info={"success": right})
         if "number" in words:
-            self.asked = True
+            self.number_said = True
             return Step([user_message(f"it is {self._current.order}.")])
         return Step([user_message("please help me.")], info={"tool_errors": 1})
 
@@ -187,13 +178,15 @@ class CustomerService(SavedEpisode):
             return tool_message(call.name, f"error: {problem}", call.id), True
         if call.name == "look":
             self.looked = self.looked or number == self._current.order
-            return tool_message("look", describe(order), call.id), False
+            state = f"came {order['days']} days ago" if order["state"] == "came" else order["state"]
+            text = f"{order['item']} of {order['customer']} to {order['city']}, {state}"
+            return tool_message("look", text, call.id), False
         perform(call.name, order, str(city))
         return tool_message(call.name, "ok", call.id), False
 
     def state_key(self) -> str:
         changed = [(n, order) for n, order in sorted(self.database.items()) if order != self.task.orders[n]]
-        return f"{self.request} {self.asked} {self.looked} {changed}"
+        return f"{self.request} {self.number_said} {self.looked} {changed}"
 
     def hint(self) -> str:
         return "look the order up before you act, and say sorry where the rules forbid it."
@@ -202,7 +195,7 @@ class CustomerService(SavedEpisode):
     def oracle(self) -> Action:
         """Ask, look, act if the rules allow it and it is not done yet, then say so."""
         request = self._current
-        if not self.asked:
+        if not self.number_said:
             return text_action("order number?")
         if not self.looked:
             return tool_action("look", order=request.order)
@@ -218,7 +211,7 @@ class CustomerService(SavedEpisode):
     def demonstrate(self, rng: random.Random) -> Action:
         """The oracle's conversation, but where it has to judge, half of the time anything that a clerk might do."""
         action = self.oracle()
-        judges = self.asked and self.looked and not (action.text == "done" and self.database != self.task.start())
+        judges = self.number_said and self.looked and not (action.text == "done" and self.database != self.task.start())
         if not judges or rng.random() < 0.5:
             return action
         return rng.choice([_act(self._current), text_action("sorry")])

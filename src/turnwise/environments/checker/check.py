@@ -129,19 +129,27 @@ class EnvironmentCheck:
         self.problems, self.warnings = Findings(), Findings()
         self.played: dict[str, PlayStats] = {}
         self.has_split = "split" in self.settings
-        self.difficulties: tuple[int, ...] = (
-            getattr(cls, "difficulties", (1,)) if "difficulty" in self.settings else (1,)
-        )
+        levels = getattr(cls, "difficulties", (1,))
+        self.difficulties: tuple[int, ...] = levels if "difficulty" in self.settings else (1,)
 
-    def call(self, what: str, spec: EpisodeSpec, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a call into the environment; ``NotImplementedError`` propagates: the method is not supported."""
+    def abort(self, text: str, spec: EpisodeSpec, same: str = "") -> EpisodeAborted:
+        """Add a problem after which the episode cannot go on; the caller raises what this returns."""
+        self.problems.add(text, spec, same)
+        return EpisodeAborted()
+
+    def call(
+        self, what: str, spec: EpisodeSpec, function: Callable[..., Any], *args: Any, optional: bool = False
+    ) -> Any:
+        """The result of a call into the environment; None where it does not support an ``optional`` one."""
         began = time.perf_counter()
         inline = self.inline or isinstance(function, partial)  # training constructs on the event loop in any case
         try:
             call = call_environment(function, *args, seconds=self.seconds, inline=inline, new_thread=self.new_threads)
             return self.loop.run(call, 3 * self.seconds + 5)
         except NotImplementedError:
-            raise
+            if optional:
+                return None
+            raise self.abort(f"{what} raises NotImplementedError; write it", spec) from None
         except CallTimeout as fault:
             detail = str(fault).partition("(")[2].rstrip(")")
             at = f" ({detail})" if detail else ""
@@ -153,37 +161,30 @@ class EnvironmentCheck:
             text = " ".join(str(error).split())[:160].encode("ascii", "backslashreplace").decode()
             if "thread" in text.lower():
                 text += " (training calls a method in any thread of a pool: let the object be used there, or write inline = True)"
-            self.problems.add(f"{what} raises {type(error).__name__}: {text}; it must return a message", spec)
-            raise EpisodeAborted from None
+            raise self.abort(f"{what} raises {type(error).__name__}: {text}; it must return a message", spec) from None
         finally:
             self.durations.setdefault(what, []).append(time.perf_counter() - began)
-
-    def new(self, spec: EpisodeSpec) -> Any:
-        make: Callable[..., Any] = self.cls
-        arguments = {key: getattr(spec, key) for key in sorted(self.settings)}
-        shown = ", ".join(f"{key}=..." for key in arguments)
-        return self.call(f"{self.cls.__name__}({shown})", spec, partial(make, **arguments))
 
     def optional(self, env: Any, name: str, spec: EpisodeSpec, *arguments: Any) -> Any:
         """The result of an optional method; None if the environment does not have it."""
         method = getattr(env, name, None)
-        if not callable(method):
-            return None
-        try:
-            return self.call(f"{name}()", spec, method, *arguments)
-        except NotImplementedError:
-            return None
+        return self.call(f"{name}()", spec, method, *arguments, optional=True) if callable(method) else None
+
+    def new(self, spec: EpisodeSpec) -> Any:
+        """An episode that is not yet reset."""
+        arguments = {key: getattr(spec, key) for key in sorted(self.settings)}
+        shown = ", ".join(f"{key}=..." for key in arguments)
+        return self.call(f"{self.cls.__name__}({shown})", spec, partial(self.cls, **arguments))
 
     def reset(self, env: Any, spec: EpisodeSpec) -> str:
-        messages = self._valid("reset", spec, self._required("reset", spec, env.reset, spec.seed))
+        messages = self._valid("reset", spec, self.call("reset", spec, env.reset, spec.seed))
         if not messages:
-            self.problems.add("reset returns no messages; the agent would have nothing to read", spec)
-            raise EpisodeAborted
+            raise self.abort("reset returns no messages; the agent would have nothing to read", spec)
         return comparable(messages) + self._key(env, spec)
 
     def step(self, env: Any, action: Action, spec: EpisodeSpec, record: EpisodeRecord | None = None) -> str:
         """Apply an action, validate the step, and add it to the record; returns the step as a comparable line."""
-        step = self._valid("step", spec, self._required("step", spec, env.step, action))
+        step = self._valid("step", spec, self.call("step", spec, env.step, action))
         # what an episode converts silently
         for name in ("terminated", "truncated"):
             value = getattr(step, name)
@@ -192,9 +193,8 @@ class EnvironmentCheck:
         for name in COUNTS:
             count = step.info.get(name, 0)
             if not isinstance(count, Integral):
-                self.warnings.add(
-                    f"step: info[{name!r}] is {count!r}, taken as {int(count)}; write a whole number", spec
-                )
+                odd = f"info[{name!r}] is {count!r}, taken as {int(count)}"
+                self.warnings.add(f"step: {odd}; write a whole number", spec)
         # a method that requires a fact could not find out that it exists
         for name in step.info.get("facts", {}):
             if name not in getattr(env, "facts", ()):
@@ -230,21 +230,13 @@ class EnvironmentCheck:
         env = self.new(spec)
         return env, [self.reset(env, spec), *(self.step(env, action, spec) for action in actions)]
 
-    def _required(self, what: str, spec: EpisodeSpec, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return self.call(what, spec, function, *args)
-        except NotImplementedError:
-            self.problems.add(f"{what} raises NotImplementedError; write it", spec)
-            raise EpisodeAborted from None
-
     def _read(self, spec: EpisodeSpec, read: Callable[..., Any], *arguments: Any) -> Any:
         """The returned value, validated as in an episode."""
         try:
             return read(*arguments)
         except EnvironmentFault as fault:
             violation: ContractViolation = fault.args[0]
-            self.problems.add(str(violation), spec, same=f"{violation.what} {violation.expected}")
-            raise EpisodeAborted from None
+            raise self.abort(str(violation), spec, same=f"{violation.what} {violation.expected}") from None
 
     def _valid(self, what: str, spec: EpisodeSpec, value: Any) -> Any:
         """What ``reset`` or ``step`` returned, as an episode reads it; also looks at its messages as they are."""
@@ -253,9 +245,8 @@ class EnvironmentCheck:
         for message in raw:
             content = message["content"]
             if message["role"] not in ROLES:
-                roles = ", ".join(ROLES)
-                self.problems.add(f"{what}: a message has the role {message['role']!r}; write one of {roles}", spec)
-                raise EpisodeAborted
+                role = f"a message has the role {message['role']!r}; write one of {', '.join(ROLES)}"
+                raise self.abort(f"{what}: {role}", spec)
             if clean(content) != content:
                 half = "a message holds half of a surrogate pair; training shows U+FFFD in its place"
                 self.warnings.add(f"{what}: {half}", spec)
@@ -268,7 +259,7 @@ class EnvironmentCheck:
         """The state key, read twice: reading must not change it."""
         if not callable(getattr(env, "state_key", None)):
             return ""
-        keys = [self._read(spec, read_state_key, self._required("state_key()", spec, env.state_key)) for _ in range(2)]
+        keys = [self._read(spec, read_state_key, self.call("state_key()", spec, env.state_key)) for _ in range(2)]
         if keys[0] != keys[1]:
             self.problems.add("state_key() changes when asked twice without a step between", spec)
         return f" [{keys[0]}]"
@@ -282,18 +273,15 @@ class EnvironmentCheck:
         usual = ordered[int(0.95 * (len(ordered) - 1))]  # one slow call of twenty may be the machine's
         times = zip(("reset", "step", "slowest"), (median(resets), median(steps), ordered[-1]))
         facts = {"speed": ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in times)}
-        if median(steps) > SLOW_STEP:
-            self.warnings.add(
-                f"a step takes {median(steps):.1f} s: a training step waits for the slowest of its episodes"
-            )
+        if (usual_step := median(steps)) > SLOW_STEP:
+            self.warnings.add(f"a step takes {usual_step:.1f} s: a training step waits for the slowest of its episodes")
         if any(inspect.iscoroutinefunction(getattr(self.cls, name, None)) for name in ("reset", "step")):
             return facts
         if self.inline:
             facts["inline"] = "declared: calls run in the event loop's thread"
             if usual > SLOW_INLINE:
-                self.warnings.add(
-                    f"calls take {_milliseconds(usual)} although the class says inline = True: every other episode waits for it"
-                )
+                slow = f"calls take {_milliseconds(usual)} although the class says inline = True"
+                self.warnings.add(f"{slow}: every other episode waits for it")
         elif usual < QUICK:
             facts["inline"] = "inline = True is safe as far as seen, and saves a thread for each call"
         else:
@@ -340,10 +328,10 @@ class EnvironmentCheck:
             action = self.optional(env, policy, spec, *arguments)
             if action is None and policy == "random_action":
                 return text_action(rng.choice(FALLBACK_TEXTS))
+            if action is None:
+                raise EpisodeAborted  # there is no such policy
             if not isinstance(action, Action):
-                if action is not None:
-                    self.problems.add(f"{policy} returns a {type(action).__name__}; return an Action", spec)
-                raise EpisodeAborted
+                raise self.abort(f"{policy} returns a {type(action).__name__}; return an Action", spec)
             return action
 
         try:
@@ -383,9 +371,8 @@ class EnvironmentCheck:
                     self.warnings.add("the oracle succeeds but earns no reward", spec)
         blind = self.played.get("random_action", PlayStats())
         if blind.episodes and blind.won >= TOO_EASY * blind.episodes:
-            self.warnings.add(
-                f"random actions succeed in {blind.won} of {blind.episodes} episodes: there is little to learn"
-            )
+            wins = f"random actions succeed in {blind.won} of {blind.episodes} episodes"
+            self.warnings.add(f"{wins}: there is little to learn")
 
     def malformed_actions(self) -> None:
         """An episode of each kind of malformed action."""
@@ -487,30 +474,23 @@ class EnvironmentCheck:
         """A restored episode continues exactly like the original, from any turn."""
         for spec, record in self._recorded(1, "snapshot"):
             for turn in range(min(len(record.actions), 12)):
-                if not self._check_snapshot(spec, record, turn):
+                env, _ = self.replay(spec, record.actions[:turn])
+                snapshot = self.optional(env, "snapshot", spec)
+                if snapshot is None:
                     return
-
-    def _check_snapshot(self, spec: EpisodeSpec, record: EpisodeRecord, turn: int) -> bool:
-        """Compare the original and the restored episode from ``turn`` on. False if there is no usable snapshot."""
-        env, _ = self.replay(spec, record.actions[:turn])
-        snapshot = self.optional(env, "snapshot", spec)
-        if snapshot is None:
-            return False
-        try:
-            text = json.dumps(snapshot)
-        except (TypeError, ValueError) as error:
-            self.problems.add(f"snapshot() cannot be written as JSON: {error}", spec)
-            return False
-        restored, _ = self.replay(spec, ())  # it is reset, as a forked episode is
-        self.call("restore()", spec, restored.restore, json.loads(text))
-        original, copy = (
-            [self.step(each, action, spec) for action in record.actions[turn:]] for each in (env, restored)
-        )
-        if original != copy:
-            self.problems.add("an episode restored from its snapshot continues differently", spec)
-        if json.dumps(snapshot) != text:
-            self.problems.add("a snapshot changes when its episode continues; copy the state into it", spec)
-        return True
+                try:
+                    text = json.dumps(snapshot)
+                except (TypeError, ValueError) as error:
+                    self.problems.add(f"snapshot() cannot be written as JSON: {error}", spec)
+                    return
+                restored, _ = self.replay(spec, ())  # it is reset, as a forked episode is
+                self.call("restore()", spec, restored.restore, json.loads(text))
+                rest = record.actions[turn:]
+                original, copy = ([self.step(each, action, spec) for action in rest] for each in (env, restored))
+                if original != copy:
+                    self.problems.add("an episode restored from its snapshot continues differently", spec)
+                if json.dumps(snapshot) != text:
+                    self.problems.add("a snapshot changes when its episode continues; copy the state into it", spec)
 
     def tools(self) -> None:
         fault = tool_fault(getattr(self.new(EpisodeSpec(0, self.difficulties[0])), "tools", ()))
