@@ -12,7 +12,7 @@ import pytest
 
 from turnwise.cli.main import main
 from turnwise.config.settings import Settings
-from turnwise.environments.listing import environment_rows
+from turnwise.environments import environment_rows
 from turnwise.models import hub
 
 SHOP = """

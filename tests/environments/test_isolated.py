@@ -13,8 +13,7 @@ from support.episodes import RENDERER, FixedSession
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Sampling, Status, Task
 from turnwise.environments import isolated
-from turnwise.environments.isolated import PROCESSES, IsolatedEnvironment
-from turnwise.environments.worker import decode_action, encode_action
+from turnwise.environments.isolated import PROCESSES, IsolatedEnvironment, decode_action, encode_action
 from turnwise.rollout.episode import Episode, EpisodeLimits
 
 HERE = "support.misbehaving"

@@ -12,7 +12,7 @@ from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Group, Sampling, Stop, Task
 from turnwise.environments.base import text_action, user_message
 from turnwise.environments.contract import read_step
-from turnwise.environments.worker import encode_step
+from turnwise.environments.isolated import encode_step
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.chat_session import ChatSession
 from turnwise.rollout.episode import EpisodeLimits

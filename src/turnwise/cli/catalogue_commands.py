@@ -22,7 +22,7 @@ def list_environments(argv: Sequence[str]) -> int:
     parser = Parser("environments", "All environments.")
     namespace = parser.parse(argv)
     from turnwise.cli import display
-    from turnwise.environments.listing import environment_rows
+    from turnwise.environments import environment_rows
 
     rows = environment_rows()
     print_json(rows) if namespace.json else display.show_environments(rows)

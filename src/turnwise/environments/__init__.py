@@ -11,54 +11,40 @@ Does not know what makes an environment valid: ``environments.checker`` does.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from turnwise.config.named_object import (
-    GIVEN_OBJECT,
-    call_arguments,
-    importable_name,
-    join_arguments,
-    load_object,
-    signature_of,
-    split_arguments,
-)
+from turnwise.config import named_object
+from turnwise.environments.base import overrides
 from turnwise.errors import SettingError, nearest
 
 BUILT_IN = {
-    "calculator": "turnwise.environments.builtin.calculator:Calculator",
-    "countdown": "turnwise.environments.builtin.countdown:Countdown",
-    "guess": "turnwise.environments.builtin.guess:Guess",
-    "keydoor": "turnwise.environments.builtin.keydoor:KeyDoor",
-    "nim": "turnwise.environments.builtin.nim:Nim",
-    "lookup": "turnwise.environments.builtin.lookup:Lookup",
-    "archive": "turnwise.environments.builtin.archive:Archive",
-    "service": "turnwise.environments.builtin.service:CustomerService",
-}
-FAMILIES = {
+    name: f"turnwise.environments.builtin.{name}:{cls}"
+    for name, cls in {
+        "calculator": "Calculator", "countdown": "Countdown", "guess": "Guess", "keydoor": "KeyDoor", "nim": "Nim",
+        "lookup": "Lookup", "archive": "Archive", "service": "CustomerService",
+    }.items()
+}  # fmt: skip
+OTHER_PACKAGES = (
+    "reasoning_gym", "gymnasium", "minigrid", "open_spiel", "textarena", "scienceworld", "textworld", "bfcl", "mcp", "openenv",
+    "miniwob", "verifiers",
+)  # fmt: skip
+FAMILIES = {  # a module whose ``environment(member)`` returns the class
     "demonstrated": "turnwise.environments.demonstrated",  # single turns of the dialogues of a file
     "prompts": "turnwise.environments.prompts",  # rows of --data, where --reward scores the answers
-    "reasoning_gym": "turnwise.environments.families.reasoning_gym",
-    "gymnasium": "turnwise.environments.families.gymnasium",
-    "minigrid": "turnwise.environments.families.minigrid",
-    "open_spiel": "turnwise.environments.families.open_spiel",
-    "textarena": "turnwise.environments.families.textarena",
-    "scienceworld": "turnwise.environments.families.scienceworld",
-    "textworld": "turnwise.environments.families.textworld",
-    "bfcl": "turnwise.environments.families.bfcl",
-    "mcp": "turnwise.environments.families.mcp",
-    "openenv": "turnwise.environments.families.openenv",
-    "miniwob": "turnwise.environments.families.miniwob",
-    "verifiers": "turnwise.environments.families.verifiers",
-}  # a module whose ``environment(member)`` returns the class
+    **{family: f"turnwise.environments.families.{family}" for family in OTHER_PACKAGES},
+}
 
 RUN_ARGUMENTS = ("difficulty", "split")  # arguments of a constructor that the run gives
 
@@ -74,22 +60,23 @@ def load(name: str) -> type[Any]:
     close = difflib.get_close_matches(family, FAMILIES, n=1) if family.isidentifier() and family not in BUILT_IN else []
     if close and family not in sys.modules and not importlib.util.find_spec(family):
         raise SettingError(f"there is no family {family!r} of environments; did you mean {close[0]}:{member}?")
-    class_name, arguments = split_arguments(name)
-    if class_name.startswith(GIVEN_OBJECT):
+    class_name, arguments = named_object.split_arguments(name)
+    if class_name.startswith(named_object.GIVEN_OBJECT):
+        shown = class_name.removeprefix(named_object.GIVEN_OBJECT)
         raise SettingError(
-            f"the environment {class_name.removeprefix(GIVEN_OBJECT)} was given to train() as an object, which no name refers "
-            "to; give it again in Python: resume(run, env=...), or move the class into a module"
+            f"the environment {shown} was given to train() as an object, which no name refers to; give it again in Python: "
+            "resume(run, env=...), or move the class into a module"
         )
     spec = BUILT_IN.get(class_name, class_name)
     if ":" not in spec:
         raise SettingError(f"no environment is called {name!r}; {nearest(class_name, BUILT_IN)}; or write module:Class")
-    cls = load_object(spec, f"environment {name!r}", lambda value: isinstance(value, type), "class")
+    cls = named_object.load_object(spec, f"environment {name!r}", lambda value: isinstance(value, type), "class")
     return require_arguments(bind(cls, arguments, class_name) if arguments else cls, name)
 
 
 def require_arguments(cls: type[Any], name: str) -> type[Any]:
     """The class; refuses one whose constructor still needs an argument that the run does not give."""
-    for key, parameter in signature_of(cls).items():
+    for key, parameter in named_object.signature_of(cls).items():
         named = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if named and parameter.default is parameter.empty and key not in RUN_ARGUMENTS:
             raise SettingError(
@@ -100,7 +87,7 @@ def require_arguments(cls: type[Any], name: str) -> type[Any]:
 
 def bind(cls: type[Any], arguments: Mapping[str, Any], name: str = "") -> type[Any]:
     """A subclass whose constructor has these arguments filled in. Text is converted by the constructor's signature."""
-    values = call_arguments(cls, arguments, name or cls.__name__, RUN_ARGUMENTS)
+    values = named_object.call_arguments(cls, arguments, name or cls.__name__, RUN_ARGUMENTS)
 
     def construct(self: Any, **others: Any) -> None:
         cls.__init__(self, **values, **others)
@@ -108,6 +95,7 @@ def bind(cls: type[Any], arguments: Mapping[str, Any], name: str = "") -> type[A
     bound = type(cls.__name__, (cls,), {"__init__": construct, "__module__": cls.__module__, "__doc__": cls.__doc__})
     with contextlib.suppress(TypeError, ValueError):  # a class written in C has no signature
         signature = inspect.signature(cls)
+        # what the run may still give is read from this
         remaining = [p for key, p in signature.parameters.items() if key not in values]
         bound.__signature__ = signature.replace(parameters=remaining)  # type: ignore[attr-defined]
     return bound
@@ -122,10 +110,10 @@ def name_of(env: Any) -> tuple[str, type[Any]]:
     if not isinstance(cls, type):
         raise SettingError(f"env is {env!r}; write a name, a class, or functools.partial(Class, key=value)")
     arguments = {**dict(zip(inspect.signature(cls).parameters, env.args)), **env.keywords} if partial else {}
-    name = importable_name(cls)
-    spec = join_arguments(name, arguments) if name else ""
+    name = named_object.importable_name(cls)
+    spec = named_object.join_arguments(name, arguments) if name else ""
     bound = require_arguments(bind(cls, arguments) if arguments else cls, cls.__name__)
-    return spec or f"{GIVEN_OBJECT}{cls.__name__}", bound
+    return spec or f"{named_object.GIVEN_OBJECT}{cls.__name__}", bound
 
 
 def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
@@ -148,3 +136,64 @@ def settings(cls: type[Any]) -> frozenset[str]:
         return frozenset()
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return frozenset(key for key in RUN_ARGUMENTS if accepts_any or key in parameters)
+
+
+# ---------------------------------------------- what each offers, read from classes and docstrings, never played
+
+OPTIONAL = {  # an optional method, and what it makes possible
+    "oracle": "oracle",
+    "demonstrate": "demonstrations",
+    "snapshot": "snapshot",
+    "state_key": "state key",
+    "answer": "answer",
+    "hint": "hint",
+}
+PACKAGES = {  # the module that must be importable, and the words after `pip install`
+    "demonstrated": ("", ""),
+    "prompts": ("", ""),
+    "reasoning_gym": ("reasoning_gym", "'turnwise[reasoning]'"),
+    "open_spiel": ("pyspiel", "'turnwise[open-spiel]'"),
+    "bfcl": ("bfcl_eval", "--no-deps bfcl-eval"),
+    "openenv": ("websockets", "'turnwise[openenv]'"),
+}
+
+
+def environment_rows() -> list[dict[str, Any]]:
+    """One row for each built-in environment and each family."""
+    rows = []
+    for name in BUILT_IN:
+        cls = load(name)
+        row = {
+            "environment": name,
+            "kind": "built in",
+            "installed": True,
+            "about": _about(cls.__module__)[0],
+            "difficulties": list(cls.difficulties),
+            # the limit; several where it depends on the difficulty
+            "turns": sorted(set(getattr(cls, "limits", {}).values())) or [cls.max_turns],
+            "tools": [tool["function"]["name"] for tool in cls.tools],
+            "offers": [word for method, word in OPTIONAL.items() if overrides(cls, method)],
+        }
+        rows.append(row)
+    for name, module in FAMILIES.items():  # neither the module nor its package is imported
+        package, install = PACKAGES.get(name, (name, f"'turnwise[{name}]'"))
+        about, doc = _about(module)
+        example = re.search(r'load\("([^"]+)"\)', doc)
+        row = {
+            "environment": f"{name}:...",
+            "kind": "family",
+            "installed": not package or importlib.util.find_spec(package) is not None,
+            "about": about,
+            "example": example.group(1) if example else f"{name}:NAME",
+            "install": f"pip install {install}" if install else "",
+        }
+        rows.append(row)
+    return rows
+
+
+def _about(module: str) -> tuple[str, str]:
+    """The first sentence of a module's docstring, on one line, and all of it; the module is not imported."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=\.)\s", " ".join(doc.split("\n\n")[0].split()))[0], doc

@@ -36,8 +36,8 @@ class PolicyQuestion:
     answers: tuple[str, ...]
 
 
+# for each prompt, the probability of each answer; the rest of 1 belongs to other texts
 AnswerChances = Mapping[str, Mapping[str, float]]
-"""For each prompt, the probability of each answer; the rest of 1 belongs to other texts."""
 
 
 class Environment(ABC):
@@ -176,6 +176,7 @@ class LimitedEpisode(Environment):
         self.turns += 1
         step = self.act(action)
         if not (step.terminated or step.truncated) and self.turns >= self.max_turns:
+            # what the step says of its success itself counts more
             step = replace(step, truncated=True, info={"success": self.succeeded(), **step.info})
         self.done = bool(step.terminated or step.truncated)
         self.success = self.done and bool(step.info.get("success"))
@@ -196,6 +197,7 @@ class SavedEpisode(LimitedEpisode):
         state = dict(snapshot)
         self.difficulty, self.split = state["difficulty"], state["split"]
         self.max_turns = self.limits.get(self.difficulty, self.max_turns)
+        # draws the task again from its seed: a snapshot holds only what the episode changed
         self.begin(state["seed"])
         for name, value in state.items():
             setattr(self, name, self.saved[name](value) if name in self.saved else value)
@@ -252,6 +254,7 @@ Problem = TypeVar("Problem")
 
 def is_held_out(content: str) -> bool:
     """Whether a problem belongs to the held-out split: a fixed tenth, by a hash of its content."""
+    # not hash(): that of a text differs between processes
     return hashlib.sha256(content.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
@@ -259,6 +262,7 @@ def sample_problem(
     make: Callable[[random.Random], Problem], seed: int, split: str, key: Callable[[Problem], str] = str
 ) -> Problem:
     """The problem of ``seed`` in ``split``: ``make`` is called until the content of its problem falls into that split."""
+    # a text seeds by its digest, so a seed is the same task in every process
     rng = random.Random(f"{split}/{seed}")
     for _ in range(10_000):
         problem = make(rng)
@@ -272,6 +276,7 @@ def split_by_content(tasks: Iterable[Problem], content: Callable[[Problem], str]
     splits: dict[str, list[Problem]] = {split: [] for split in SPLITS}
     for task in tasks:
         splits["held_out" if is_held_out(content(task)) else "train"].append(task)
+    # a file of few rows may leave one split empty: better its tasks twice than none
     train, held_out = splits.values()
     return {"train": train or held_out, "held_out": held_out or train}
 
@@ -316,6 +321,7 @@ def text_action(text: str) -> Action:
 
 def call_action(*calls: ToolCall) -> Action:
     """An action that makes these calls, in the format the renderer parses."""
+    # also as text, so that a cold start can imitate the call token by token
     written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
     return Action("".join(f"<tool_call>{text}</tool_call>" for text in written), calls)
 

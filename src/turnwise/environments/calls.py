@@ -37,12 +37,15 @@ INTERRUPT_EVERY = 1.0  # seconds between interrupts of a call that ignores them
 INTERRUPTS = 10  # before a call that holds the main thread ends the process
 SIGNAL = getattr(signal, "SIGURG", None)  # ignored by default and used by nobody; absent on Windows
 EXIT_CODE = 70
+GRACE = 1.0  # seconds that a cancelled coroutine has to end
+# a future cannot hold a StopIteration, and a SystemExit would end the run: both are raised as RuntimeError
+UNSAFE_EXCEPTIONS = (StopIteration, SystemExit)
+# code that waits on behalf of an environment: its lines say nothing about it
 CARRIERS = (
     os.path.dirname(asyncio.__file__),
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "workers"),
     *(os.path.join(os.path.dirname(__file__), name) for name in ("isolated.py", "calls.py")),
 )
-"""Code that waits on behalf of an environment: its lines say nothing about it."""
 
 
 class CallInterrupted(BaseException):
@@ -91,12 +94,12 @@ class Watchdog:
                 if self.thread is None:  # another thread may have been faster
                     self.thread = threading.Thread(target=self._watch, name="turnwise-watchdog", daemon=True)
                     self.thread.start()
-        # only the main thread may install a handler; elsewhere calls are interrupted at the next bytecode
-        in_main = threading.current_thread() is threading.main_thread()
-        if call.thread and not self.handles_signal and SIGNAL is not None and in_main:
-            if signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, None):  # a handler of the user's stays
-                signal.signal(SIGNAL, _on_signal)
-            self.handles_signal = True
+        if call.thread and SIGNAL is not None and not self.handles_signal:
+            # only the main thread may install a handler; elsewhere calls are interrupted at the next bytecode
+            if threading.current_thread() is threading.main_thread():
+                if signal.getsignal(SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, None):  # a handler of the user's stays
+                    signal.signal(SIGNAL, _on_signal)
+                self.handles_signal = True
         call.deadline = self.now + PERIOD + call.seconds  # the clock may be one tick behind
         self.calls[id(call)] = call
         if not self.wake.is_set():
@@ -183,15 +186,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         raise CallInterrupted
 
 
-WATCHDOG = Watchdog()
-"""The only one: time limits of all calls of a process."""
-
-os.register_at_fork(after_in_child=lambda: WATCHDOG.__init__())  # type: ignore[misc]  # threads do not survive a fork
-
-
-GRACE = 1.0  # seconds that a cancelled coroutine has to end
-UNSAFE_EXCEPTIONS = (StopIteration, SystemExit)
-"""A future cannot hold a ``StopIteration``, and a ``SystemExit`` would end the run: both are raised as ``RuntimeError``."""
+WATCHDOG = Watchdog()  # the only one: time limits of all calls of a process
+# threads do not survive a fork
+os.register_at_fork(after_in_child=lambda: WATCHDOG.__init__())  # type: ignore[misc]
 
 
 async def call_environment(
@@ -315,13 +312,11 @@ class _Watched:
                 resume = partial(inner.throw, fault)
 
 
-# ------------------------------------------------------------------- threads
-
-Work = Callable[[], None]
-"""Must not raise: nothing would catch it."""
-
+Work = Callable[[], None]  # must not raise: nothing would catch it
+# idle threads wait here for work: starting one waits until the operating system schedules it, which over a hundred calls
+# per step costs more than the calls
 _idle: list[SimpleQueue[Work]] = []  # append and pop are atomic
-os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def run_in_thread(work: Work, new: bool = False) -> None:

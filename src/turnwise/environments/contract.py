@@ -56,8 +56,6 @@ def read_step(value: Any) -> Step:
         value = Step(*value)
     if not isinstance(value, Step):
         raise violation("step returned", value, "a Step or (messages, reward, terminated, truncated, info)")
-    if not is_finite(value.reward):
-        raise violation("step returned the reward", value.reward, "a finite number")
     info = value.info
     if not isinstance(info, Mapping):
         raise violation("step returned the info", info, "a dict")
@@ -68,15 +66,14 @@ def read_step(value: Any) -> Step:
         except Exception:  # for example the array of a vector environment
             raise violation(f"step returned {name}", flag, "True or False") from None
     read_facts(info)
+    numbers = {"the reward": value.reward, **{f"info[{name!r}]": info.get(name, 0) for name in COUNTS}}
     for key, expected in NAMED_REWARDS.items():
         if not isinstance(info.get(key, {}), Mapping):
             raise violation(f"step returned info[{key!r}]", info[key], expected)
-        for name, number in info.get(key, {}).items():
-            if not is_finite(number):
-                raise violation(f"step returned info[{key!r}][{name!r}]", number, "a finite number")
-    for name in COUNTS:
-        if not is_finite(info.get(name, 0)):
-            raise violation(f"step returned info[{name!r}]", info[name], "a finite number")
+        numbers |= {f"info[{key!r}][{name!r}]": number for name, number in info.get(key, {}).items()}
+    for name, number in numbers.items():
+        if not is_finite(number):
+            raise violation(f"step returned {name}", number, "a finite number")
     named = {key: info[key] for key in NAMED_REWARDS if info.get(key)}
     messages, info = read_messages(value.messages, "step"), {**info, **clean_tree(named)} if named else info
     if value.context is None:

@@ -66,6 +66,7 @@ def same_value(a: Any, b: Any, likeness: float = 0.8) -> bool:
     numbers = (_number(a), _number(b))
     if None not in numbers:
         return math.isclose(*numbers, rel_tol=1e-6, abs_tol=1e-9)  # type: ignore[arg-type]
+    # a number and a text, or values that are neither
     if numbers != (None, None) or not (isinstance(a, str) and isinstance(b, str)):
         return bool(a == b)
     return alike(a, b, likeness)
@@ -127,9 +128,20 @@ def environment(member: str) -> type[DemonstratedTurn]:
         messages = row.get("messages")
         if not isinstance(messages, list):
             raise SettingError(f"{where}: no messages; write a list of chat messages")
+        # splits are by dialogue: turns of one dialogue share most of their words
         content = json.dumps(messages, sort_keys=True)
         at = [k for k, message in enumerate(messages) if k and message.get("role") == "assistant"]
-        turns += [(content, messages[:k], _action(messages[k], where)) for k in at]
+        for k in at:
+            calls = []
+            for call in messages[k].get("tool_calls") or ():
+                function = call.get("function", call)
+                arguments = function.get("arguments", {})
+                try:
+                    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+                except ValueError:
+                    raise SettingError(f"{where}: arguments of {function.get('name')!r} are not JSON") from None
+                calls.append(ToolCall(str(function.get("name")), dict(arguments)))
+            turns.append((content, messages[:k], Action(str(messages[k].get("content") or ""), tuple(calls))))
         tools |= {tool["function"]["name"]: tool for tool in row.get("tools") or ()}
     if not turns:
         raise SettingError(f"{path} holds no assistant turn that follows another message")
@@ -137,17 +149,3 @@ def environment(member: str) -> type[DemonstratedTurn]:
     seeds = {split: range(len(listed)) for split, listed in splits.items()}
     body = {"turns": splits, "seeds": seeds, "tools": tuple(tools.values()), "rule": rule, "likeness": likeness}
     return member_class("demonstrated", member, DemonstratedTurn, f"Turns of {path}.", **body)
-
-
-def _action(message: Message, where: str) -> Action:
-    """A recorded assistant message as an action."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments", {})
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            raise SettingError(f"{where}: arguments of {function.get('name')!r} are not JSON") from None
-        calls.append(ToolCall(str(function.get("name")), dict(arguments)))
-    return Action(text=str(message.get("content") or ""), calls=tuple(calls))

@@ -65,13 +65,12 @@ class Dreamed(WrappedEnvironment):
     def oracle(self) -> Action:
         """The scripted policy knows the environment, not a dream: an episode that it begins is real."""
         if self.dreaming and self.dreamed:
-            raise NotImplementedError(
-                "the scripted policy cannot go on in a dream: the environment does not know its state"
-            )
+            raise NotImplementedError("the scripted policy cannot go on in a dream, whose state nobody knows")
         self.dreaming = False
         return super().oracle()
 
     def demonstrate(self, rng: random.Random) -> Action:
+        # a demonstration that begins is real; a dream goes on as a dream, for which the oracle refuses
         self.dreaming = self.dreaming and bool(self.dreamed)
         return super().demonstrate(rng)
 

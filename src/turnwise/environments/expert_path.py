@@ -40,9 +40,7 @@ class ExpertPath(WrappedEnvironment):
 
     def action_kind(self, action: Action) -> str | None:
         """What kind of action it is, and its words; None: it cannot be read."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say which actions are of one kind: write `action_kind`"
-        )
+        raise NotImplementedError(f"{type(self).__name__} does not say what kind an action is: write `action_kind`")
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.read, self.patched = list(super().reset(seed)), 0  # type: ignore[safe-super]
@@ -60,10 +58,12 @@ class ExpertPath(WrappedEnvironment):
         self.patched += not matched
         taken = action if matched else expected
         step = self.plain_step(taken)
+        # the expert's words replace the policy's own in what it reads next
         context = None if matched else [*self.read, taken.message]
         self.read += [taken.message, *step.messages]
         info = {**step.info, "facts": {**step.info.get("facts", {}), "match": float(matched)}}
         if step.terminated or step.truncated:
+            # an episode that the expert mended is not a success of the policy
             info["success"] = bool(info.get("success")) and not self.patched
         return Step(step.messages, reward, step.terminated, step.truncated, info, context)
 

@@ -56,26 +56,23 @@ class ExpertTurns(WrappedEnvironment):
         self.turn_index = 0
         if self.split != "train":
             return super().reset(seed)  # type: ignore[safe-super]
+        # neighbouring seeds are different demonstrations, not neighbouring turns of one
         number, place = seed % self.demonstrations, seed // self.demonstrations
-        self.turn_index = place % self._length(number)
+        # the turns of the demonstration, counted in an episode of its own
+        twin = type(self)(difficulty=self.difficulty, split=self.split)
+        super(ExpertTurns, twin).reset(number)  # type: ignore[safe-super]
+        turns, step = 1, twin.plain_step(twin.oracle())
+        while not (step.terminated or step.truncated) and turns < self.max_turns:
+            turns, step = turns + 1, twin.plain_step(twin.oracle())
+        if not step.terminated:
+            raise SettingError(f"the oracle of {type(self).__name__} does not solve task {number}")
+        self.turn_index = place % turns
         read = list(super().reset(number))  # type: ignore[safe-super]
         for _ in range(self.turn_index):
             action = self.oracle()
             read += [action.message, *self.plain_step(action).messages]
         self.expected = self.oracle()
         return read
-
-    def _length(self, number: int) -> int:
-        """The turns of a demonstration, counted in an episode of its own."""
-        twin = type(self)(difficulty=self.difficulty, split=self.split)
-        super(ExpertTurns, twin).reset(number)  # type: ignore[safe-super]
-        for turns in range(1, self.max_turns + 1):
-            step = twin.plain_step(twin.oracle())
-            if step.terminated:
-                return turns
-            if step.truncated:
-                break
-        raise SettingError(f"the oracle of {type(self).__name__} does not solve task {number}")
 
     def step(self, action: Action) -> Step:
         if self.split != "train":

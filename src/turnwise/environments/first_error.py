@@ -51,6 +51,7 @@ class FirstError(Environment):
         super().__init__(split=split)
         if not Path(rows).is_file():
             raise SettingError(f"no file {rows!r} of labelled episodes")
+        # the time of the last change is part of the cache's key: a file may be written anew during a run
         self.rows = read_rows(rows, Path(rows).stat().st_mtime_ns)[self.split]
 
     def reset(self, seed: int) -> Sequence[Message]:

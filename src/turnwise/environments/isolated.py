@@ -1,9 +1,9 @@
 """Environments in other processes. An environment that ends its process (``os._exit``, a segmentation fault) or never lets
 Python run costs its own episode, not the run: a process that does not answer within the limit is killed.
 
-``IsolatedEnvironment`` has the methods of an environment as coroutines. If the process of an episode dies, the episode goes on in
-another one: the calls so far are repeated there, and must give the same replies. An episode that has moved as often as its
-pool allows fails with the last reason.
+``IsolatedEnvironment`` has the methods of an environment as coroutines; ``EpisodeWorker`` answers them in the other process, in
+JSON. If the process of an episode dies, the episode goes on in another one: the calls so far are repeated there, and must give
+the same replies. An episode that has moved as often as its pool allows fails with the last reason.
 
 Processes of this machine play up to ``EPISODES_PER_PROCESS`` episodes each. An episode whose process died in the middle of its
 call may have ended it: it gets a process of its own for its next attempt, so that it cannot end those of others again. Actors of
@@ -16,18 +16,121 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from turnwise.core.protocols import Action, Step
+from turnwise import environments
+from turnwise.config.named_object import import_from_current_folder
+from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.calls import with_timeout
-from turnwise.environments.worker import READY, HostLost, decode_action, encode_action, plain
+from turnwise.environments.calls import call_environment, with_timeout
+from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import EnvironmentFault
+from turnwise.workers.child import end_with_parent, serve_concurrently
 from turnwise.workers.process import SharedWorkers, Worker, WorkerLost
+
+
+class HostLost(EnvironmentFault):
+    """The process that plays an episode is gone. ``suspect``: during a call of this episode, which may have ended it."""
+
+    def __init__(self, reason: str, suspect: bool = False) -> None:
+        super().__init__(reason)
+        self.suspect = suspect
+
+
+READY = b"ready"  # the first request, answered when the environment is imported
+
+
+def encode_action(action: Action) -> dict[str, Any]:
+    """An action as JSON data; an argument that JSON cannot hold becomes its text."""
+    calls = [{"name": c.name, "arguments": c.arguments, "id": c.id} for c in action.calls]
+    return {"text": action.text, "calls": calls, "faults": list(action.faults)}
+
+
+def decode_action(data: dict[str, Any]) -> Action:
+    return Action(data["text"], tuple(ToolCall(**call) for call in data["calls"]), tuple(data["faults"]))
+
+
+def encode_step(step: Step) -> dict[str, Any]:
+    return {
+        "messages": list(step.messages),
+        "reward": float(step.reward),
+        "terminated": bool(step.terminated),
+        "truncated": bool(step.truncated),
+        "info": dict(step.info),
+        "context": None if step.context is None else list(step.context),
+    }
+
+
+def plain(value: Any) -> Any:
+    """For values that JSON does not know: a NumPy scalar as a number, anything else as its text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "size", 1) == 1 else repr(value)
+
+
+class EpisodeWorker:
+    """The episodes of this process."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[str, Any] = {}
+        self.rngs: dict[str, random.Random] = {}
+
+    async def answer(self, line: str | bytes) -> str:
+        """The reply to a request; both are JSON."""
+        request: dict[str, Any] = json.loads(line)
+        # a new process under an old name: the host was started again by its cluster
+        if request["method"] != "make" and request["episode"] not in self.episodes:
+            return json.dumps({"lost": "the process that played the episode was started again"})
+        try:
+            value = await self._perform(**request)
+            agent = str(getattr(self.episodes.get(request["episode"]), "agent", "agent"))
+            return json.dumps({"value": value, "agent": agent}, default=plain)
+        except Exception as fault:
+            return json.dumps({"fault": f"{type(fault).__name__}: {fault}"})
+
+    async def _perform(self, episode: str, method: str, args: list[Any], seconds: float) -> Any:
+        if method == "make":
+            name, arguments = args
+            cls = environments.load(name)
+            make = lambda: cls(**arguments)  # noqa: E731
+            self.episodes[episode] = await call_environment(make, seconds=seconds, inline=True)
+            return None
+        env = self.episodes[episode]
+        if method == "close":
+            self.episodes.pop(episode), self.rngs.pop(episode, None)
+        if method == "scripted_action":
+            policy, seed = args
+            rng = self.rngs.setdefault(episode, random.Random(seed))  # its random numbers belong to the episode
+            return encode_action(getattr(env, policy)(*(() if policy == "oracle" else (rng,))))
+        function = getattr(env, method, None)
+        if function is None:
+            return None
+        args = [decode_action(args[0])] if method == "step" else args
+        inline = bool(getattr(type(env), "inline", False))
+        value = await call_environment(function, *args, seconds=seconds, inline=inline)
+        if method == "reset":
+            return {"messages": read_messages(value, "reset"), "tools": list(getattr(env, "tools", ()))}
+        return encode_step(read_step(value)) if method == "step" else value
+
+
+def main(descriptor: int, name: str) -> None:
+    end_with_parent()
+    import_from_current_folder()
+    # an import may take long and counts for no call; the first episode reports a fault
+    with contextlib.suppress(Exception):
+        environments.load(name)
+    worker = EpisodeWorker()
+
+    async def answer(payload: bytes) -> bytes:
+        return b"{}" if payload == READY else (await worker.answer(payload)).encode()
+
+    serve_concurrently(Connection(descriptor), answer)
+
 
 EPISODES_PER_PROCESS = 8
 START_SECONDS = 120.0  # to import an environment: no call's limit counts that
@@ -52,7 +155,7 @@ class EnvironmentProcess(Worker):
     """A process that plays episodes; any number of calls at a time."""
 
     def __init__(self, name: str) -> None:
-        super().__init__("turnwise.environments.worker", name)
+        super().__init__(__name__, name)
         self.name, self._ready = name, self.ask(READY)
 
     async def started(self) -> None:
@@ -73,6 +176,7 @@ class EnvironmentProcess(Worker):
 
     async def request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a call. Raises ``HostLost`` where the process dies first."""
+        # a process that another episode ended before this call tells nothing against this one
         was_lost, method = bool(self.ended), request["method"]
         try:
             reply: dict[str, Any] = json.loads(await self.exchange(json.dumps(request, default=plain).encode()))
@@ -103,13 +207,11 @@ class ProcessPool(SharedWorkers[EnvironmentProcess]):
         return process
 
 
-PROCESSES = ProcessPool(EnvironmentProcess, EPISODES_PER_PROCESS)
-"""Those of this process."""
-
+PROCESSES = ProcessPool(EnvironmentProcess, EPISODES_PER_PROCESS)  # those of this process
 _keys = itertools.count()
-_life = uuid.uuid4().hex[:12]  # hosts that outlive this process tell its episodes from those of an earlier one
-moved: deque[str] = deque(maxlen=1000)
-"""Why episodes of this process moved, for whoever tells it."""
+# hosts that outlive this process tell its episodes from those of an earlier one
+_life = uuid.uuid4().hex[:12]
+moved: deque[str] = deque(maxlen=1000)  # why episodes of this process moved, for whoever tells it
 
 
 def _asked(method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -168,6 +270,7 @@ class IsolatedEnvironment:
         if host is None:
             return
         self.pool.leave(host)
+        # a dead process has nothing to close
         if not host.ended:
             await self._call(host, "close", [])
 
@@ -177,8 +280,15 @@ class IsolatedEnvironment:
         """The reply of the environment; from another process where its own dies."""
         while True:
             try:
-                if self._host is None:
-                    await self._open()
+                if self._host is None:  # make the environment in a process, and repeat there what was done so far
+                    self._host = await self.pool.place(self.name, self._suspect)
+                    await self._call(self._host, "make", [self.name, self.arguments])
+                    for earlier, given, reply in self._calls:
+                        if _digest(await self._call(self._host, earlier, given)) != reply:
+                            raise EnvironmentFault(
+                                "its process died, and the environment is not deterministic: "
+                                f"{earlier} replied otherwise when it was repeated"
+                            )
                 value = await self._call(self._host, method, list(args))
                 break
             except HostLost as lost:
@@ -192,16 +302,6 @@ class IsolatedEnvironment:
         if method in REPEATED:
             self._calls.append((method, list(args), _digest(value)))
         return value
-
-    async def _open(self) -> None:
-        """Make the environment in a process, and repeat there what was done so far."""
-        self._host = await self.pool.place(self.name, self._suspect)
-        await self._call(self._host, "make", [self.name, self.arguments])
-        for method, args, reply in self._calls:
-            if _digest(await self._call(self._host, method, args)) != reply:
-                raise EnvironmentFault(
-                    f"its process died, and the environment is not deterministic: {method} replied otherwise when it was repeated"
-                )
 
     async def _call(self, host: Any, method: str, args: list[Any]) -> Any:
         request = {"episode": self._key, "method": method, "args": args, "seconds": INNER_LIMIT * self.seconds}

@@ -103,6 +103,7 @@ class ToolPromptEnvironment(PromptEnvironment):
         self.turn += 1
         if not (action.calls or action.faults):
             return Step(terminated=True)
+        # none is run: half of a list of calls is not what the model asked for
         if len(action.calls) > MAX_CALLS:
             refusal = f"error: {len(action.calls)} calls at once; at most {MAX_CALLS}"
             messages, errors = [tool_message(call.name, refusal) for call in action.calls], len(action.calls)

@@ -81,9 +81,7 @@ def show_run(run: str | Path | Mapping[str, Any]) -> None:
     try:
         from IPython.display import Image, Markdown, display
     except ImportError as missing:
-        raise SettingError(
-            "show_run needs IPython: pip install ipython; on a terminal read RUN/transcripts.md"
-        ) from missing
+        raise SettingError("show_run needs IPython: pip install ipython; or read RUN/transcripts.md") from missing
     folder = Path(run["run"] if isinstance(run, Mapping) else run)
     if not (folder / "summary.json").is_file():
         raise SettingError(f"{folder} is not a finished run: it has no summary.json")

@@ -60,10 +60,7 @@ ROW_TITLES = {  # of the self time of a span
     ("publish",): "publish weights",
     (CAPTURE,): "capture graphs of new sizes",
 }
-
-
-SpanPath = tuple[str, ...]
-"""The names of a span and of the spans around it, outermost first."""
+SpanPath = tuple[str, ...]  # the names of a span and of the spans around it, outermost first
 
 
 @dataclass

@@ -131,9 +131,8 @@ class RunFacts:
     def views(self) -> list[StepFacts]:
         """What the rules of steps read, step by step."""
         s, views = self.settings, list[StepFacts]()
-        health = RunHealth(
-            RunLimits(s.max_tokens, s.context, self.group_size, s.temperature, s.lr, self.mismatch_tolerance)
-        )
+        numbers = (s.max_tokens, s.context, self.group_size, s.temperature, s.lr)
+        health = RunHealth(RunLimits(*numbers, self.mismatch_tolerance))
         for row in self.rows:
             health.dropped = {k.removeprefix(DROPPED): round(n) for k, n in row.items() if k.startswith(DROPPED) and n}
             views.append(health.view({name: math.nan if v is None else v for name, v in row.items()}))

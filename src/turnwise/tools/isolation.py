@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any
@@ -120,6 +120,11 @@ class Isolation:
 # ------------------------------------------------------------- mechanisms
 
 
+def _unshare(_: Interpreter) -> list[str]:
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    return ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", *user, "--"]
+
+
 def _bubblewrap(interpreter: Interpreter) -> list[str]:
     out = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     # root stays root until a session changes its user; any other user needs a user namespace to get capabilities
@@ -138,11 +143,6 @@ def _bubblewrap(interpreter: Interpreter) -> list[str]:
         out += ["--dev-bind", device, device]
     out += ["--proc", "/proc", "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]
     return [*out, "--as-pid-1", "--new-session", "--"]
-
-
-def _unshare(interpreter: Interpreter) -> list[str]:
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", *user, "--"]
 
 
 _BLOCKS = "network, files outside system libraries and a private scratch directory, other processes"
@@ -166,7 +166,7 @@ ISOLATIONS: tuple[Isolation, ...] = (
 )
 
 
-def isolation_candidates(name: str = "auto") -> tuple[Isolation, ...]:
+def mechanisms(name: str = "auto") -> tuple[Isolation, ...]:
     """The mechanisms to try, in order: all of them for ``auto``, or the one named."""
     if name == "auto":
         return ISOLATIONS
@@ -183,22 +183,20 @@ def interpreters() -> tuple[Interpreter, ...]:
     """Candidates, best first: the Python we run on, outside its virtual environment, then the system's."""
     current = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     system = os.path.realpath("/usr/bin/python3")
-    prefixes = [sys.base_prefix, sys.base_exec_prefix]
-    candidates = [_interpreter(current, prefixes)]
-    if os.path.exists(system) and system != current:
-        candidates.append(_interpreter(system, ["/usr"]))
+    prefixes = {current: [sys.base_prefix, sys.base_exec_prefix]}
+    if os.path.exists(system):
+        prefixes.setdefault(system, ["/usr"])
+    candidates = []
+    for path, roots in prefixes.items():
+        paths, links = [*SYSTEM_TREES, "/etc/ld.so.cache", os.path.dirname(path)], []
+        paths += [os.path.join(root, part) for root in roots for part in ("bin", "lib", "lib64")]
+        for name in ("/bin", "/lib", "/lib32", "/lib64"):
+            if os.path.islink(name):
+                links.append((os.readlink(name), name))
+            else:
+                paths.append(name)
+        trees = sorted({os.path.realpath(tree) for tree in paths if os.path.exists(tree)})
+        # only the outermost: a tree inside another comes with it
+        outermost = [tree for tree in trees if not any(tree.startswith(other + "/") for other in trees)]
+        candidates.append(Interpreter(path, tuple(outermost), tuple(links)))
     return tuple(candidates)
-
-
-def _interpreter(path: str, prefixes: Sequence[str]) -> Interpreter:
-    paths = [*SYSTEM_TREES, "/etc/ld.so.cache", os.path.dirname(path)]
-    paths += [os.path.join(prefix, part) for prefix in prefixes for part in ("bin", "lib", "lib64")]
-    links = []
-    for name in ("/bin", "/lib", "/lib32", "/lib64"):
-        if os.path.islink(name):
-            links.append((os.readlink(name), name))
-        else:
-            paths.append(name)
-    trees = sorted({os.path.realpath(tree) for tree in paths if os.path.exists(tree)})
-    outermost = [tree for tree in trees if not any(tree.startswith(other + "/") for other in trees)]
-    return Interpreter(path, tuple(outermost), tuple(links))

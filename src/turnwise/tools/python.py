@@ -36,14 +36,7 @@ from typing import Any
 from turnwise.core.text import clean
 from turnwise.errors import ToolFault
 from turnwise.tools.guest.scratch import remove_tree
-from turnwise.tools.isolation import (
-    ENVIRONMENT,
-    Interpreter,
-    Isolation,
-    SandboxLimits,
-    interpreters,
-    isolation_candidates,
-)
+from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation, SandboxLimits, interpreters, mechanisms
 
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
 MODULES = ("landlock", "seccomp", "confine", "scratch", "repl", "zygote")
@@ -281,12 +274,12 @@ class ExecutionResult:
     seconds: float
 
 
-class PythonTool:
+class PythonTool(contextlib.AbstractContextManager["PythonTool"]):
     """A pool of isolated interpreters. Safe to share between threads; starts on first use."""
 
     def __init__(self, limits: SandboxLimits | None = None, *, isolation: str = "auto", spare: int = 2) -> None:
         self.limits = limits or SandboxLimits()
-        self._candidates = isolation_candidates(isolation)
+        self._candidates = mechanisms(isolation)
         self._spare = spare
         self._lock = threading.RLock()
         self._zygote: ZygoteHandle | None = None
@@ -340,9 +333,6 @@ class PythonTool:
             if self._zygote is not None:
                 self._zygote.close()
             self._zygote = None
-
-    def __enter__(self) -> PythonTool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -418,7 +408,7 @@ def python_tool(limits: SandboxLimits | None = None, isolation: str = "auto") ->
 # ------------------------------------------------------------------ one episode's session
 
 
-class SandboxSession:
+class SandboxSession(contextlib.AbstractContextManager["SandboxSession"]):
     """One episode's interpreter. Calls from several threads run one after another."""
 
     def __init__(self, pool: PythonTool, worker: SandboxWorker) -> None:
@@ -471,9 +461,6 @@ class SandboxSession:
             worker.interrupt()  # a running call ends now and cleans up by itself
         if self._lock.acquire(blocking=False):
             self._release()
-
-    def __enter__(self) -> SandboxSession:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -534,29 +521,23 @@ class SandboxSession:
             if worker is not None:
                 worker.end()
             raise ToolFault("this Python session was closed during a call") from failure
-        exit_status = worker.end(wait=True, grace=isinstance(failure, Gone))
-        return f"error: {_failure_text(failure, exit_status, self._pool.limits)} ({RESTARTED})"
-
-
-def _failure_text(failure: Exception, exit_status: WorkerExit | None, limits: SandboxLimits) -> str:
-    if exit_status is not None:
-        if exit_status.cpu_seconds >= limits.cpu_seconds or exit_status.code == -signal.SIGXCPU:
-            return f"CPU time limit of {limits.cpu_seconds} s"
-        if exit_status.limit:
-            return exit_status.limit
-    if isinstance(failure, Hung):
-        return f"time limit of {limits.wall_seconds:g} s"
-    if isinstance(failure, Garbled):
-        return "the answer could not be read"
-    if exit_status is None or exit_status.code is None:
-        return "the interpreter stopped answering"
-    if exit_status.code >= 0:
-        return f"the interpreter exited with code {exit_status.code}"
-    try:
-        name = signal.Signals(-exit_status.code).name
-    except ValueError:
-        name = f"signal {-exit_status.code}"
-    return f"the interpreter was killed by {name}"
+        status, limits = worker.end(wait=True, grace=isinstance(failure, Gone)), self._pool.limits
+        if status and (status.cpu_seconds >= limits.cpu_seconds or status.code == -signal.SIGXCPU):
+            reason = f"CPU time limit of {limits.cpu_seconds} s"
+        elif status and status.limit:
+            reason = status.limit
+        elif isinstance(failure, Hung):
+            reason = f"time limit of {limits.wall_seconds:g} s"
+        elif isinstance(failure, Garbled):
+            reason = "the answer could not be read"
+        elif status is None or status.code is None:
+            reason = "the interpreter stopped answering"
+        elif status.code >= 0:
+            reason = f"the interpreter exited with code {status.code}"
+        else:
+            names = {number.value: number.name for number in signal.Signals}
+            reason = f"the interpreter was killed by {names.get(-status.code, f'signal {-status.code}')}"
+        return f"error: {reason} ({RESTARTED})"
 
 
 # --------------------------------------------------------------- the protocol

@@ -16,19 +16,12 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import (
-    LimitedEpisode,
-    plain_words,
-    sample_problem,
-    text_action,
-    tool_action,
-    tool_schema,
-    user_message,
-)
+from turnwise.environments import base
+from turnwise.environments.base import LimitedEpisode
 
 EDITING_TOOLS = (
-    tool_schema("keep", "forget everything but the task and these notes", notes="string"),
-    tool_schema("drop", "forget the oldest turns", turns="integer"),
+    base.tool_schema("keep", "forget everything but the task and these notes", notes="string"),
+    base.tool_schema("drop", "forget the oldest turns", turns="integer"),
 )
 
 
@@ -52,7 +45,7 @@ class ContextEditor:
     @property
     def context(self) -> list[Message]:
         """The messages that an edit leaves."""
-        notes = [user_message(f"notes: {self.notes}")] if self.notes else []
+        notes = [base.user_message(f"notes: {self.notes}")] if self.notes else []
         return [*self.task, *notes, *(message for exchange in self.exchanges for message in exchange)]
 
     def apply(self, call: ToolCall) -> list[Message]:
@@ -124,8 +117,8 @@ class Archive(LimitedEpisode):
             pages = tuple(tuple(names[i : i + ENTRIES]) for i in range(0, len(names), ENTRIES))
             return Register(pages, tuple(names[n] for n in sorted(rng.sample(range(len(names)), MARKED))))
 
-        self.register, self.page = sample_problem(sample, seed, self.split), 0
-        task, page = user_message(f"find the names with {MARK}."), self._next_page()
+        self.register, self.page = base.sample_problem(sample, seed, self.split), 0
+        task, page = base.user_message(f"find the names with {MARK}."), self._next_page()
         self.editor = ContextEditor([task], MAX_NOTES, exchanges=[[page]])
         return [task, page]
 
@@ -133,16 +126,16 @@ class Archive(LimitedEpisode):
         """Turn the page; behind the last stands the question."""
         self.page = min(self.page, len(self.register.pages)) + 1
         if self.page > len(self.register.pages):
-            return user_message("the end. which?")
+            return base.user_message("the end. which?")
         entries = ", ".join(MARK * (name in self.register.marked) + name for name in self.register.pages[self.page - 1])
-        return user_message(f"page {self.page}: {entries}")
+        return base.user_message(f"page {self.page}: {entries}")
 
     def act(self, action: Action) -> Step:
         match = ANSWER.search(action.text[-40:].strip().lower())
         if match and not (action.calls or action.faults):
             right = sum(name in match.groups() for name in self.register.marked)
             text = f"{right} of {MARKED} are right: {self.register.answer}."
-            return Step([user_message(text)], right / MARKED, terminated=True, info={"success": right == MARKED})
+            return Step([base.user_message(text)], right / MARKED, terminated=True, info={"success": right == MARKED})
         counts: dict[str, int] = {}
         try:
             if action.faults or (action.calls and not self.editing):
@@ -151,11 +144,11 @@ class Archive(LimitedEpisode):
                 context, page = self.editor.apply(action.calls[0]), self._next_page()
                 self.editor.exchanges.append([page])  # what follows an edit belongs to no exchange before it
                 return Step([page], info={"tool_calls": 1}, context=context)
-            if plain_words(action.text) != "next":
+            if base.plain_words(action.text) != "next":
                 raise EditRefused(f"{HELP}.")
             reply = self._next_page()
         except EditRefused as refusal:
-            reply, counts = user_message(str(refusal)), {"tool_calls": len(action.calls), "tool_errors": 1}
+            reply, counts = base.user_message(str(refusal)), {"tool_calls": len(action.calls), "tool_errors": 1}
         self.editor.record(action, [reply])
         return Step([reply], info=counts)
 
@@ -169,19 +162,19 @@ class Archive(LimitedEpisode):
         pages = " ".join(message["content"] for exchange in self.editor.exchanges for message in exchange)
         marked = [name for name in self.register.marked if name in self.editor.notes or f"{MARK}{name}" in pages]
         if self.page > len(self.register.pages):
-            return text_action("answer: " + ", ".join([*marked, NAMES[0], NAMES[1]][:MARKED]))
+            return base.text_action("answer: " + ", ".join([*marked, NAMES[0], NAMES[1]][:MARKED]))
         is_new = any(name not in self.editor.notes for name in marked)
         if not self.editing or not (is_new or len(self.editor.exchanges) >= PAGES_KEPT):
-            return text_action("next")
-        return tool_action("keep", notes=", ".join(marked) or "none")
+            return base.text_action("next")
+        return base.tool_action("keep", notes=", ".join(marked) or "none")
 
     def random_action(self, rng: random.Random) -> Action:
         """Goes on, keeps any name of the page, forgets a page, or answers anything."""
         if self.page > len(self.register.pages):
-            return text_action(f"answer: {', '.join(rng.sample(NAMES, MARKED))}")
-        keep = tool_action("keep", notes=rng.choice(self.register.pages[self.page - 1]))
-        edits = [keep, tool_action("drop", turns=1)] if self.editing else []
-        return rng.choice([text_action("next"), *edits])
+            return base.text_action(f"answer: {', '.join(rng.sample(NAMES, MARKED))}")
+        keep = base.tool_action("keep", notes=rng.choice(self.register.pages[self.page - 1]))
+        edits = [keep, base.tool_action("drop", turns=1)] if self.editing else []
+        return rng.choice([base.text_action("next"), *edits])
 
     def demonstrate(self, rng: random.Random) -> Action:
         """The oracle, but some of its edits are not made or keep the wrong thing."""

@@ -21,19 +21,12 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import (
-    Environment,
-    sample_problem,
-    text_action,
-    tool_action,
-    tool_message,
-    tool_schema,
-    user_message,
-)
+from turnwise.environments import base
+from turnwise.environments.base import Environment
 from turnwise.errors import SettingError
 from turnwise.tools import SandboxSession, python_tool
 
-TOOL = tool_schema("python", "Run Python and see what it prints.", code="string")
+TOOL = base.tool_schema("python", "Run Python and see what it prints.", code="string")
 
 # (question, expression) over the numbers a..d; each difficulty adds one operation
 QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
@@ -159,10 +152,10 @@ class Calculator(Environment):
 
     def reset(self, seed: int) -> list[Message]:
         make = lambda rng: make_problem(rng, self.difficulty)  # noqa: E731
-        plain = sample_problem(make, seed, self.split, lambda problem: problem.expression + problem.bindings)
+        plain = base.sample_problem(make, seed, self.split, lambda problem: problem.expression + problem.bindings)
         drawn = random.Random(f"wording/{seed}").randrange(1 + self.rewrites)
         self.problem = reworded(plain, (self.wording or drawn) % self.wordings)
-        return [user_message(self.problem.question)]
+        return [base.user_message(self.problem.question)]
 
     async def step(self, action: Action) -> Step:
         """A turn is wrong if a call fails or cannot be read, or if it answers and nothing was computed."""
@@ -174,7 +167,7 @@ class Calculator(Environment):
             right = await self._value(answers[-1]) == self.problem.answer
             step = Step([], float(right), terminated=True, info={"success": right})
         else:
-            step = Step([user_message("Call python or write answer: X")], info={"tool_errors": 1})
+            step = Step([base.user_message("Call python or write answer: X")], info={"tool_errors": 1})
         if self.turn >= self.max_turns and not step.terminated:
             step = replace(step, truncated=True, info={**step.info, "success": False})
         if self.first_error < 0 and (step.info.get("tool_errors") or (step.terminated and not self.replies)):
@@ -182,7 +175,7 @@ class Calculator(Environment):
         return replace(step, info={**step.info, "facts": {"error": float(self.first_error)}})
 
     async def _run(self, action: Action) -> Step:
-        messages, errors = [tool_message("python", fault) for fault in action.faults], len(action.faults)
+        messages, errors = [base.tool_message("python", fault) for fault in action.faults], len(action.faults)
         for number, request in enumerate(action.calls):
             code = request.arguments.get("code")
             if number >= MAX_CALLS:  # each may take the tool's whole time limit
@@ -194,7 +187,7 @@ class Calculator(Environment):
                 reply, ok = result.output.strip() or "(nothing printed)", result.ok
             self.replies.append((reply, ok))
             errors += not ok
-            messages.append(tool_message("python", reply))
+            messages.append(base.tool_message("python", reply))
         return Step(messages, info={"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors})
 
     async def _value(self, answer: str) -> float:
@@ -238,14 +231,14 @@ class Calculator(Environment):
     # --------------------------------------------------- scripted policies
     def oracle(self) -> Action:
         if self.replies and self.replies[-1][1]:
-            return text_action("answer: t")
-        return tool_action("python", code=f"t={self.problem.expression};t")
+            return base.text_action("answer: t")
+        return base.tool_action("python", code=f"t={self.problem.expression};t")
 
     def random_action(self, rng: random.Random) -> Action:
         if rng.random() < 0.5:
-            return text_action(f"answer: {rng.choice(['t', rng.randint(100, 9999)])}")
+            return base.text_action(f"answer: {rng.choice(['t', rng.randint(100, 9999)])}")
         names = [name for name, _ in self.problem.numbers]
-        return tool_action("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
+        return base.tool_action("python", code=f"t={rng.choice(names)}{rng.choice('+-*')}{rng.choice(names)};t")
 
     def demonstrate(self, rng: random.Random) -> Action:
         """About a third of the episodes is correct; the others guess, compute a wrong expression, or write invalid code and
@@ -253,17 +246,17 @@ class Calculator(Environment):
         self.style = self.style or rng.choices(tuple(STYLES), weights=tuple(STYLES.values()))[0]
         expression = self.problem.expression
         if self.replies and self.replies[-1][1]:
-            return text_action("answer: t")
+            return base.text_action("answer: t")
         if self.replies and self.style != "mended":
-            return text_action(f"answer: {rng.choice(['t', self._guess(rng)])}")
+            return base.text_action(f"answer: {rng.choice(['t', self._guess(rng)])}")
         if not self.replies:
             if self.style == "guess":
-                return text_action(f"answer: {self._guess(rng)}")
+                return base.text_action(f"answer: {self._guess(rng)}")
             if self.style == "wrong":
                 expression = _wrong_expression(expression, rng)
             if self.style in ("broken", "mended"):
                 expression = _invalid_expression(expression, rng)
-        return tool_action("python", code=f"t={expression};t")
+        return base.tool_action("python", code=f"t={expression};t")
 
     def _guess(self, rng: random.Random) -> int:
         """A rounded number of about the right magnitude."""

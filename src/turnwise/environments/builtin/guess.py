@@ -64,6 +64,7 @@ def best_question(things: Sequence[str]) -> str:
 
 def solvable(things: Sequence[str], questions: int) -> bool:
     """Whether greedy halving leaves one thing after ``questions`` questions, whichever is hidden."""
+    # more things than yes and no can tell apart in so many questions
     if len(things) == 1 or len(things) > 2**questions:
         return len(things) == 1
     return all(solvable(half, questions - 1) for half in divide(things, best_question(things)))

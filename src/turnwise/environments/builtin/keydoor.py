@@ -93,6 +93,7 @@ def distances(layout: GridLayout) -> dict[GridState, int]:
                 predecessors[successor] = []
                 queue.append(successor)
             predecessors[successor].append(state)
+    # backwards from the goal: one search gives the distance of every state
     distance = {state: 0 for state in predecessors if state.at == layout.goal}
     queue = deque(distance)
     while queue:
@@ -198,6 +199,7 @@ def view(layout: GridLayout, state: GridState) -> str:
         things.append(f"door {_bearing(state.at, layout.door)}, {'open' if state.opened else 'locked'}")
     if state.at[0] >= layout.door[0]:
         things.append(f"goal {_bearing(state.at, layout.goal)}")
+    # pillars and walls look the same
     walls = [word for word, way in MOVES.items() if _add(state.at, way) not in layout.floor]
     things += [f"wall {' '.join(walls)}"] if walls else []
     return ". ".join(things)

@@ -26,15 +26,8 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import (
-    SavedEpisode,
-    sample_problem,
-    text_action,
-    tool_action,
-    tool_message,
-    tool_schema,
-    user_message,
-)
+from turnwise.environments import base
+from turnwise.environments.base import SavedEpisode
 
 WORLDS = 400  # per split: too many to memorise
 COUNTS = {"company": 6, "person": 12, "city": 6, "land": 2}
@@ -178,7 +171,7 @@ class Lookup(SavedEpisode):
     # twice the minimum of one search per hop and the answer
     limits: ClassVar[Mapping[int, int]] = {hops: 2 * hops + 2 for hops in difficulties}
     max_turns = limits[3]
-    tools: Sequence[dict[str, Any]] = (tool_schema("search", "find notes", query="string"),)
+    tools: Sequence[dict[str, Any]] = (base.tool_schema("search", "find notes", query="string"),)
     # bit k of uncovered: the note of hop k is found
     facts: ClassVar[tuple[str, ...]] = ("question", "answer", "uncovered")
     inline = True
@@ -195,15 +188,16 @@ class Lookup(SavedEpisode):
             return world, sample_question(world, self.difficulty, rng)
 
         self.notes_read = []
-        self.world, self.question = sample_problem(sample, seed, self.split, lambda drawn: drawn[1].content)
-        return [user_message(f"{self.question.text} use search, then say answer: NAME")]
+        self.world, self.question = base.sample_problem(sample, seed, self.split, lambda drawn: drawn[1].content)
+        return [base.user_message(f"{self.question.text} use search, then say answer: NAME")]
 
     def act(self, action: Action) -> Step:
         counts: dict[str, Any] = {"tool_calls": len(action.calls), "tool_errors": 0}
         if action.calls or action.faults:  # one message per call, and one per call that could not be parsed
             read_before = set(self.notes_read)
             replies = [self._search(call, number) for number, call in enumerate(action.calls)]
-            replies += [(tool_message("search", f"error: {f[:MAX_QUERY]}"), 1) for f in action.faults[:MAX_CALLS]]
+            replies += [(base.tool_message("search", f"error: {f[:MAX_QUERY]}"), 1) for f in action.faults[:MAX_CALLS]]
+            # what this turn alone has found on the way: credit of a turn reads it
             fresh = [note in self.notes_read and note not in read_before for note in self.path]
             uncovered = float(sum(2**hop for hop, is_new in enumerate(fresh) if is_new))
             counts["tool_errors"] = sum(error for _, error in replies)
@@ -213,22 +207,22 @@ class Lookup(SavedEpisode):
             right = answer[1] == self.question.answer
             text = "right." if right else f"wrong: it is {self.question.answer}."
             info = counts | {"facts": {"answer": 1.0}, "success": right}
-            return Step([user_message(text)], float(right), terminated=True, info=info)
-        return Step([user_message(f"{HELP}.")], info=counts | {"tool_errors": 1})
+            return Step([base.user_message(text)], float(right), terminated=True, info=info)
+        return Step([base.user_message(f"{HELP}.")], info=counts | {"tool_errors": 1})
 
     def _search(self, call: ToolCall, number: int) -> tuple[Message, int]:
         """The reply to call ``number`` of a turn, and 1 if it is an error."""
         query = call.arguments.get("query")
         if call.name != "search":
-            return tool_message(call.name, "error: the only tool is search", call.id), 1
+            return base.tool_message(call.name, "error: the only tool is search", call.id), 1
         if not isinstance(query, str) or not query.strip() or len(query) > MAX_QUERY:
-            return tool_message("search", "error: query must be a few words", call.id), 1
+            return base.tool_message("search", "error: query must be a few words", call.id), 1
         if number >= MAX_CALLS:
-            return tool_message("search", f"error: at most {MAX_CALLS} calls at once", call.id), 1
+            return base.tool_message("search", f"error: at most {MAX_CALLS} calls at once", call.id), 1
         notes = self.world.index.top(query, RESULTS)
         self.notes_read = [*(note for note in self.notes_read if note not in notes), *notes]
         text = "\n".join(self.world.notes[note] for note in notes) or "nothing found"
-        return tool_message("search", text, call.id), 0
+        return base.tool_message("search", text, call.id), 0
 
     def answer(self) -> str:
         return f"answer: {self.question.answer}"
@@ -262,19 +256,24 @@ class Lookup(SavedEpisode):
         for name, relation, note in zip(self.question.names, self.question.relations, self.path):
             if note not in self.notes_read:
                 return _search_action(relation, name)
-        return text_action(self.answer())
+        return base.text_action(self.answer())
 
     def random_action(self, rng: random.Random) -> Action:
         """Searches for a random relation of, or answers with, a random name read so far."""
         name = rng.choice(sorted({self.question.names[0], *map(self._last_name, self.notes_read)}))
-        return _search_action(rng.choice(ALL_RELATIONS), name) if rng.random() < 0.5 else text_action(f"answer: {name}")
+        return (
+            _search_action(rng.choice(ALL_RELATIONS), name)
+            if rng.random() < 0.5
+            else base.text_action(f"answer: {name}")
+        )
 
     def demonstrate(self, rng: random.Random) -> Action:
         """Often answers before all notes are read, and sometimes searches for the wrong relation."""
         name = self._last_name(self.notes_read[-1]) if self.notes_read else self.question.names[0]
+        # whoever has read all notes knows the answer
         complete = all(note in self.notes_read for note in self.path)
         if not complete and rng.random() < EARLY_ANSWER[self.difficulty]:
-            return text_action(f"answer: {name}")
+            return base.text_action(f"answer: {name}")
         if rng.random() < ORACLE_SHARE:
             return self.oracle()
         return _search_action(rng.choice(self.question.relations), name)
@@ -285,4 +284,4 @@ class Lookup(SavedEpisode):
 
 
 def _search_action(relation: str, name: str) -> Action:
-    return tool_action("search", query=f"{relation} of {name}")
+    return base.tool_action("search", query=f"{relation} of {name}")

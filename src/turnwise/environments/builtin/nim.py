@@ -54,6 +54,7 @@ class Nim(SavedEpisode):
 
     def act(self, action: Action) -> Step:
         mover, match = self.moves % 2, MOVE.fullmatch(plain_words(action.text))
+        # a text that is no move counts as one stone too many, which is never legal
         side, stones = (SIDES.index(match[1]), int(match[2])) if match else (0, MAX_STONES + 1)
         if legal := (side, stones) in self._legal():
             self.heaps[side] -= stones

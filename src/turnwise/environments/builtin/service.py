@@ -16,16 +16,8 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import (
-    SavedEpisode,
-    plain_words,
-    sample_problem,
-    text_action,
-    tool_action,
-    tool_message,
-    tool_schema,
-    user_message,
-)
+from turnwise.environments import base
+from turnwise.environments.base import SavedEpisode
 
 RULES = (
     "you serve customers. ask for the order number, look the order up, act, then say done or sorry. "
@@ -43,10 +35,10 @@ FINAL = ("done", "sorry")
 
 
 TOOLS = (
-    tool_schema("look", "read an order", order="integer"),
-    tool_schema("cancel", "cancel an order", order="integer"),
-    tool_schema("refund", "pay the price back", order="integer"),
-    tool_schema("move", "send to another city", order="integer", city="string"),
+    base.tool_schema("look", "read an order", order="integer"),
+    base.tool_schema("cancel", "cancel an order", order="integer"),
+    base.tool_schema("refund", "pay the price back", order="integer"),
+    base.tool_schema("move", "send to another city", order="integer", city="string"),
 )
 
 
@@ -124,25 +116,25 @@ class CustomerService(SavedEpisode):
     number_said: bool  # by the customer, of the present order
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.task = sample_problem(self._sample, seed, self.split)
-        self.database, self.request, self.number_said, self.looked = self.task.start(), 0, False, False
-        greeting = user_message(f"i am {self.task.customer}. {self._current.text}")
-        return [{"role": "system", "content": RULES}, greeting]
+        def sample(rng: random.Random) -> ServiceTask:
+            numbers, customer = rng.sample(range(10, 100), ORDERS), rng.choice(PEOPLE)
+            orders: Database = {}
+            for number, item in zip(numbers, rng.sample(ITEMS, ORDERS)):
+                owner = customer if rng.random() < 0.75 else rng.choice([p for p in PEOPLE if p != customer])
+                state, city = rng.choice(("open", "came")), rng.choice(CITIES)
+                days = rng.randint(1, MAX_DAYS)
+                orders[number] = {"item": item, "customer": owner, "city": city, "state": state, "days": days}
+            requests = []
+            for number in numbers[: self.difficulty]:
+                wish = rng.choice(WISHES)
+                city = rng.choice(CITIES) if wish == "move" else ""
+                requests.append(ServiceRequest(wish, number, orders[number]["item"], city))
+            return ServiceTask(customer, tuple(requests), orders)
 
-    def _sample(self, rng: random.Random) -> ServiceTask:
-        numbers, customer = rng.sample(range(10, 100), ORDERS), rng.choice(PEOPLE)
-        orders: Database = {}
-        for number, item in zip(numbers, rng.sample(ITEMS, ORDERS)):
-            owner = customer if rng.random() < 0.75 else rng.choice([p for p in PEOPLE if p != customer])
-            state, city = rng.choice(("open", "came")), rng.choice(CITIES)
-            days = rng.randint(1, MAX_DAYS)
-            orders[number] = {"item": item, "customer": owner, "city": city, "state": state, "days": days}
-        requests = []
-        for number in numbers[: self.difficulty]:
-            wish = rng.choice(WISHES)
-            city = rng.choice(CITIES) if wish == "move" else ""
-            requests.append(ServiceRequest(wish, number, orders[number]["item"], city))
-        return ServiceTask(customer, tuple(requests), orders)
+        self.task = base.sample_problem(sample, seed, self.split)
+        self.database, self.request, self.number_said, self.looked = self.task.start(), 0, False, False
+        greeting = base.user_message(f"i am {self.task.customer}. {self._current.text}")
+        return [{"role": "system", "content": RULES}, greeting]
 
     @property
     def _current(self) -> ServiceRequest:
@@ -151,22 +143,22 @@ class CustomerService(SavedEpisode):
     def act(self, action: Action) -> Step:
         if action.calls or action.faults:
             replies = [self._call(call) for call in action.calls[:MAX_CALLS]]
-            replies += [(tool_message("", f"error: {fault[:80]}"), True) for fault in action.faults[:MAX_CALLS]]
+            replies += [(base.tool_message("", f"error: {fault[:80]}"), True) for fault in action.faults[:MAX_CALLS]]
             counts = {"tool_calls": len(action.calls), "tool_errors": sum(failed for _, failed in replies)}
             return Step([message for message, _ in replies], info=counts)
         # the customer answers: the number, the next request, or a farewell
-        words = plain_words(action.text)
+        words = base.plain_words(action.text)
         if words in FINAL:
             self.request += 1
             self.number_said = self.looked = False
             if self.request < len(self.task.requests):
-                return Step([user_message(self._current.text)])
+                return Step([base.user_message(self._current.text)])
             right = self.database == self.task.goal
-            return Step([user_message("bye.")], float(right), terminated=True, info={"success": right})
+            return Step([base.user_message("bye.")], float(right), terminated=True, info={"success": right})
         if "number" in words:
             self.number_said = True
-            return Step([user_message(f"it is {self._current.order}.")])
-        return Step([user_message("please help me.")], info={"tool_errors": 1})
+            return Step([base.user_message(f"it is {self._current.order}.")])
+        return Step([base.user_message("please help me.")], info={"tool_errors": 1})
 
     def _call(self, call: ToolCall) -> tuple[Message, bool]:
         """The tool's reply, and whether it is an error."""
@@ -175,14 +167,14 @@ class CustomerService(SavedEpisode):
         order = self.database.get(number) if isinstance(number, int) else None
         if not offered or order is None or (call.name == "move" and city not in CITIES):
             problem = "no such order" if offered and order is None else "no such tool or city"
-            return tool_message(call.name, f"error: {problem}", call.id), True
+            return base.tool_message(call.name, f"error: {problem}", call.id), True
         if call.name == "look":
             self.looked = self.looked or number == self._current.order
             state = f"came {order['days']} days ago" if order["state"] == "came" else order["state"]
             text = f"{order['item']} of {order['customer']} to {order['city']}, {state}"
-            return tool_message("look", text, call.id), False
+            return base.tool_message("look", text, call.id), False
         perform(call.name, order, str(city))
-        return tool_message(call.name, "ok", call.id), False
+        return base.tool_message(call.name, "ok", call.id), False
 
     def state_key(self) -> str:
         changed = [(n, order) for n, order in sorted(self.database.items()) if order != self.task.orders[n]]
@@ -196,26 +188,27 @@ class CustomerService(SavedEpisode):
         """Ask, look, act if the rules allow it and it is not done yet, then say so."""
         request = self._current
         if not self.number_said:
-            return text_action("order number?")
+            return base.text_action("order number?")
         if not self.looked:
-            return tool_action("look", order=request.order)
+            return base.tool_action("look", order=request.order)
         if self.database[request.order] != self.task.goal[request.order]:
             return _act(request)
         allowed = is_allowed(request.wish, self.task.orders[request.order], self.task.customer)
-        return text_action("done" if allowed else "sorry")
+        return base.text_action("done" if allowed else "sorry")
 
     def random_action(self, rng: random.Random) -> Action:
-        acts = [text_action(text) for text in ("order number?", *FINAL)]
-        return rng.choice([*acts, tool_action("look", order=self._current.order), _act(self._current)])
+        acts = [base.text_action(text) for text in ("order number?", *FINAL)]
+        return rng.choice([*acts, base.tool_action("look", order=self._current.order), _act(self._current)])
 
     def demonstrate(self, rng: random.Random) -> Action:
         """The oracle's conversation, but where it has to judge, half of the time anything that a clerk might do."""
         action = self.oracle()
+        # what to ask and to look up is plain; only the verdict is a judgement
         judges = self.number_said and self.looked and not (action.text == "done" and self.database != self.task.start())
         if not judges or rng.random() < 0.5:
             return action
-        return rng.choice([_act(self._current), text_action("sorry")])
+        return rng.choice([_act(self._current), base.text_action("sorry")])
 
 
 def _act(request: ServiceRequest) -> Action:
-    return tool_action(request.wish, order=request.order, **({"city": request.city} if request.city else {}))
+    return base.tool_action(request.wish, order=request.order, **({"city": request.city} if request.city else {}))

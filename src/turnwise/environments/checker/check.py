@@ -398,6 +398,7 @@ class EnvironmentCheck:
 
     def threads(self) -> None:
         """An episode must go on in whichever thread calls it next."""
+        # first in one thread, for comparison
         recorded = list(self._recorded(2, "each call in a new thread"))
         self.new_threads = True
         try:
@@ -459,6 +460,7 @@ class EnvironmentCheck:
     def splits(self) -> None:
         """No episode may occur in both splits."""
         for difficulty in self.difficulties if self.has_split else ():
+            # the same seeds in both splits: a class that ignores its split is found at once
             specs = [[EpisodeSpec(seed, difficulty, split) for seed in range(self.episodes)] for split in SPLITS]
             train, held_out = ({str(self._fixed_play(spec).lines): spec.seed for spec in each} for each in specs)
             both = train.keys() & held_out.keys()

@@ -64,6 +64,7 @@ def malformed_actions(tools: Any) -> dict[str, Action]:
     actions = dict(MALFORMED)
     for tool in () if tool_fault(tools) else tools:
         function = tool["function"]
+        # what JSON can hold and no tool expects
         odd = {key: [None, {"x": float("nan")}] for key in function["parameters"].get("properties", {})}
         actions[f"{function['name']} without arguments"] = Action("", calls=(ToolCall(function["name"], {}),))
         actions[f"{function['name']} with odd arguments"] = Action("", calls=(ToolCall(function["name"], odd),))

@@ -49,9 +49,7 @@ def split_options(family: str, spec: str, allowed: Collection[str] | None = None
         except ValueError:
             options[key] = text
     if not name:
-        raise SettingError(
-            f"{family}: names nothing; write {family}:NAME (`turnwise environments` lists what there is)"
-        )
+        raise SettingError(f"{family}: names nothing; write {family}:NAME (`turnwise environments` lists them)")
     return name, options
 
 
@@ -141,9 +139,11 @@ class SeatedGame(LimitedEpisode):
         return self.opponent != "self" and number != self.seat
 
     def pay(self, mover: int, returns: Mapping[int, float], text: str, errors: int = 0) -> Step:
-        """The last step pays each seat; a scripted seat earns nothing that is trained on."""
+        """The last step pays each seat; a scripted seat earns nothing that is trained on. ``{}`` in the text: all returns."""
+        results = ", ".join(f"{self.seat_name(n)} {value:+g}" for n, value in returns.items())
         earned = {number: 0.0 if self.is_scripted(number) else float(value) for number, value in returns.items()}
         paid = {self.seat_name(n): value for n, value in earned.items() if n != mover and not self.is_scripted(n)}
+        # of self-play only one seat can be judged: the first
         success = returns.get(0 if self.opponent == "self" else self.seat, 0) > 0
         info = {"success": success, "tool_errors": errors, "paid": paid}
-        return Step([user_message(text)], earned.get(mover, 0.0), terminated=True, info=info)
+        return Step([user_message(text.replace("{}", results))], earned.get(mover, 0.0), terminated=True, info=info)

@@ -24,14 +24,8 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import (
-    Environment,
-    LimitedEpisode,
-    call_action,
-    listed_task,
-    split_by_content,
-    tool_message,
-)
+from turnwise.environments import base
+from turnwise.environments.base import Environment, LimitedEpisode
 from turnwise.environments.families.adapter import import_package, member_class, require_offered, split_options
 
 FILES = "BFCL_v4_{}.json"
@@ -39,6 +33,7 @@ JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "str
 MAX_CALLS = 20  # in one request of a multi-turn episode
 MISSED = 0.1  # share of the calls that the demonstrator does not make
 MAX_REPLY = 2000  # characters of a program's reply
+IGNORED = str.maketrans("", "", " ,./-_*^'\"")  # what the leaderboard does not compare either
 Entry = dict[str, Any]
 
 
@@ -51,7 +46,7 @@ class CallEnvironment(Environment):
     entry: Entry
 
     def reset(self, seed: int) -> Sequence[Message]:
-        self.entry = listed_task(self.entries, self.split, seed)
+        self.entry = base.listed_task(self.entries, self.split, seed)
         self.tools = tuple(tool_schema(function) for function in self.entry["function"])
         return list(self.entry["question"][0])
 
@@ -63,7 +58,7 @@ class CallEnvironment(Environment):
     def oracle(self) -> Action:
         references = [next(iter(reference.items())) for reference in self.entry.get("ground_truth", [])]
         calls = [ToolCall(name, first_value(arguments)) for name, arguments in references]
-        return call_action(*calls) if calls else Action("None of these tools fits.")
+        return base.call_action(*calls) if calls else Action("None of these tools fits.")
 
     def demonstrate(self, rng: random.Random) -> Action:
         """The reference, but one call in ten is not made."""
@@ -71,7 +66,7 @@ class CallEnvironment(Environment):
         made = [call for call in action.calls if rng.random() >= MISSED]
         if len(made) == len(action.calls):
             return action
-        return call_action(*made) if made else Action("done")
+        return base.call_action(*made) if made else Action("done")
 
 
 class ProgramEnvironment(LimitedEpisode, CallEnvironment):
@@ -85,7 +80,7 @@ class ProgramEnvironment(LimitedEpisode, CallEnvironment):
     planned: list[ToolCall]  # what the oracle has left to call in this request
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.entry = entry = listed_task(self.entries, self.split, seed)
+        self.entry = entry = base.listed_task(self.entries, self.split, seed)
         self.programs, self.request, self.calls = start_programs(entry), 0, 0
         backends = importlib.import_module("bfcl_eval.constants.executable_backend_config")
         folder, documents = data_folder() / "multi_turn_func_doc", backends.MULTI_TURN_FUNC_DOC_FILE_MAPPING
@@ -97,15 +92,15 @@ class ProgramEnvironment(LimitedEpisode, CallEnvironment):
 
     def act(self, action: Action) -> Step:
         if action.calls and self.calls < MAX_CALLS:
-            messages, errors = [], 0
+            self.calls += len(action.calls)
+            replies = [run_call(self.programs, call) for call in action.calls]
             for call in action.calls:
-                self.calls += 1
                 if self.planned and self.planned[0].name == call.name:
-                    self.planned.pop(0)
-                text, failed = run_call(self.programs, call)
-                messages.append(tool_message(call.name, text[:MAX_REPLY]))
-                errors += failed
-            return Step(messages, info={"tool_calls": len(messages), "tool_errors": errors})
+                    self.planned.pop(0)  # the oracle need not call it any more
+            messages = [
+                base.tool_message(call.name, text[:MAX_REPLY]) for call, (text, _) in zip(action.calls, replies)
+            ]
+            return Step(messages, info={"tool_calls": len(messages), "tool_errors": sum(bad for _, bad in replies)})
         self.request, self.calls = self.request + 1, 0
         counts = {"tool_errors": len(action.faults)}
         if self.request < len(self.entry["question"]):
@@ -119,10 +114,21 @@ class ProgramEnvironment(LimitedEpisode, CallEnvironment):
         return Step([], float(right), terminated=True, info=counts | {"success": right})
 
     def _reference(self, request: int) -> list[ToolCall]:
-        return [parse_call(text, self.programs) for text in self.entry["ground_truth"][request]]
+        """The calls of a request, which are written as Python; positional arguments are named by the function's signature."""
+        calls = []
+        for text in self.entry["ground_truth"][request]:  # "mv(source='a', destination='b')"
+            node = ast.parse(text, mode="eval").body
+            assert isinstance(node, ast.Call), text
+            name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+            owner = next(program for program in self.programs.values() if hasattr(type(program), name))
+            names = list(inspect.signature(getattr(owner, name)).parameters)
+            arguments = {names[n]: ast.literal_eval(value) for n, value in enumerate(node.args)}
+            arguments |= {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
+            calls.append(ToolCall(name, arguments))
+        return calls
 
     def oracle(self) -> Action:
-        return call_action(self.planned[0]) if self.planned else Action("done")
+        return base.call_action(self.planned[0]) if self.planned else Action("done")
 
 
 # ------------------------------------------------------------------ calls
@@ -159,18 +165,16 @@ def first_value(value: Any) -> Any:
 
 def calls_match(calls: Sequence[ToolCall], references: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every call fits one reference and every reference one call, in any order."""
-
-    def fits(call: ToolCall, reference: Mapping[str, Any]) -> bool:
-        name, arguments = next(iter(reference.items()))
-        offered = call.name in (name, name.replace(".", "_")) and set(call.arguments) <= set(arguments)
-        return offered and value_matches(dict(call.arguments), arguments)
-
     left = list(references)
     for call in calls:
-        fitting = next((reference for reference in left if fits(call, reference)), None)
-        if fitting is None:
+        for reference in left:
+            name, arguments = next(iter(reference.items()))
+            offered = call.name in (name, name.replace(".", "_")) and set(call.arguments) <= set(arguments)
+            if offered and value_matches(dict(call.arguments), arguments):
+                left.remove(reference)
+                break
+        else:
             return False
-        left.remove(fitting)
     return not left
 
 
@@ -185,15 +189,12 @@ def value_matches(given: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         same = isinstance(given, list) and len(given) == len(wanted)
         return same and all(value_matches(g, w) for g, w in zip(given, wanted))
-    if isinstance(wanted, str) or isinstance(given, str):
-        return isinstance(given, str) and isinstance(wanted, str) and plain(given) == plain(wanted)
-    if isinstance(wanted, bool) or isinstance(given, bool):
+    if isinstance(wanted, str) and isinstance(given, str):
+        one, other = (text.lower().translate(IGNORED) for text in (given, wanted))
+        return one == other
+    if isinstance(wanted, bool) or isinstance(given, bool):  # in Python, True == 1
         return given is wanted
     return bool(given == wanted)
-
-
-def plain(text: str) -> str:
-    return "".join(letter for letter in text.lower() if letter not in " ,./-_*^'\"")
 
 
 # --------------------------------------------------------------- programs
@@ -229,17 +230,6 @@ def states(programs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {k: repr(v) for k, v in vars(p).items() if not k.startswith("_")} for name, p in programs.items()}
 
 
-def parse_call(text: str, programs: Mapping[str, Any]) -> ToolCall:
-    """``"mv(source='a', destination='b')"`` as a call; positional arguments are named by the function's signature."""
-    node = ast.parse(text, mode="eval").body
-    assert isinstance(node, ast.Call), text
-    name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
-    owner = next(p for p in programs.values() if hasattr(type(p), name))
-    names = list(inspect.signature(getattr(owner, name)).parameters)
-    arguments = {names[n]: ast.literal_eval(value) for n, value in enumerate(node.args)}
-    return ToolCall(name, {**arguments, **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}})
-
-
 # ------------------------------------------------------------------- files
 
 
@@ -249,7 +239,7 @@ def data_folder() -> Path:
 
 
 def read_lines(path: Path) -> list[Entry]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [row for _, row in base.read_json_lines(str(path), "an object")]
 
 
 @cache
@@ -265,6 +255,6 @@ def environment(spec: str) -> type[CallEnvironment]:
     if answers.is_file():
         truth = {row["id"]: row["ground_truth"] for row in read_lines(answers)}
         entries = [{**entry, "ground_truth": truth[entry["id"]]} for entry in entries if entry["id"] in truth]
-    base = ProgramEnvironment if name.startswith("multi_turn") else CallEnvironment
-    splits = split_by_content(entries, lambda entry: str(entry["id"]))
-    return member_class("bfcl", spec, base, f"{name} of BFCL.", entries=splits)
+    kind = ProgramEnvironment if name.startswith("multi_turn") else CallEnvironment
+    splits = base.split_by_content(entries, lambda entry: str(entry["id"]))
+    return member_class("bfcl", spec, kind, f"{name} of BFCL.", entries=splits)

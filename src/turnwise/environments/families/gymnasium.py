@@ -58,6 +58,7 @@ class GymnasiumEnvironment(WordWorld):
     def move(self, word: str) -> Step:
         observation, reward, terminated, truncated, _ = self.world.step(self.words.index(word))
         self.total += float(reward)
+        # without a threshold nobody knows what success is
         judged = self.threshold is not None and (terminated or truncated)
         info = {"success": self.total >= (self.threshold or 0.0)} if judged else {}
         return Step([user_message(self._view(observation))], float(reward), terminated, truncated, info)
@@ -106,6 +107,7 @@ def environment(spec: str) -> type[GymnasiumEnvironment]:
     entry = gymnasium.registry[name]
     module, _, attribute = str(entry.entry_point).partition(":")
     try:
+        # read from the class, before a world is made: the mode is an argument of its constructor
         modes = getattr(adapter.import_package(module, "gymnasium"), attribute).metadata.get("render_modes", ())
     except (SettingError, AttributeError):
         modes = ()

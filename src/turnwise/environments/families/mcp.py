@@ -30,17 +30,8 @@ from typing import Any, ClassVar
 from turnwise.config.named_object import load_object
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
-from turnwise.environments.base import (
-    HELD_OUT_SHARE,
-    LimitedEpisode,
-    call_action,
-    listed_task,
-    read_json_lines,
-    text_action,
-    tool_action,
-    tool_message,
-    user_message,
-)
+from turnwise.environments import base
+from turnwise.environments.base import LimitedEpisode
 from turnwise.environments.contract import is_finite
 from turnwise.environments.families import adapter
 from turnwise.errors import EnvironmentFault, SettingError
@@ -73,6 +64,7 @@ class McpServer:
     def __init__(self, command: str) -> None:
         self.command, (self.program, *self.arguments) = command, shlex.split(command)
         self.loop = _loop(os.getpid())
+        # standard error goes to a file: a pipe that nobody reads would fill and stop the server
         self.words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed in close()
         self.session: Any = None
         self.closing = asyncio.Event()
@@ -153,7 +145,7 @@ class McpEnvironment(LimitedEpisode):
     planned: list[ToolCall]  # what the oracle has left to call
 
     def begin(self, seed: int) -> Sequence[Message]:
-        self.row = listed_task(self.rows, self.split, seed)
+        self.row = base.listed_task(self.rows, self.split, seed)
         self.planned = [ToolCall(call["name"], dict(call.get("arguments", {}))) for call in self.row.get("calls", [])]
         try:
             self.server = self.idle.pop()  # atomic
@@ -161,7 +153,7 @@ class McpEnvironment(LimitedEpisode):
             self.server = McpServer(self.command)
         if self.reset_tool and self.server.call(self.reset_tool, {})[1]:
             raise EnvironmentFault(f"the tool {self.reset_tool!r} of `{self.command}` reports an error")
-        return [user_message(str(self.row["prompt"]))]
+        return [base.user_message(str(self.row["prompt"]))]
 
     def act(self, action: Action) -> Step:
         assert self.server is not None, "reset starts the server"
@@ -172,9 +164,9 @@ class McpEnvironment(LimitedEpisode):
             if self.planned and self.planned[0].name == call.name:
                 self.planned.pop(0)
             text, failed = self.server.call(call.name, call.arguments)
-            messages.append(tool_message(call.name, text[:MAX_REPLY], call.id))
+            messages.append(base.tool_message(call.name, text[:MAX_REPLY], call.id))
             errors += failed
-        messages += [tool_message("", f"error: {fault[:200]}") for fault in action.faults[:MAX_CALLS]]
+        messages += [base.tool_message("", f"error: {fault[:200]}") for fault in action.faults[:MAX_CALLS]]
         counts = {"tool_calls": len(action.calls), "tool_errors": errors}
         return self._end("", False, **counts) if self.turns >= self.max_turns else Step(messages, info=counts)
 
@@ -197,12 +189,14 @@ class McpEnvironment(LimitedEpisode):
     # ---- scripted policies
     def oracle(self) -> Action:
         """The row's calls, then its answer."""
-        return call_action(self.planned[0]) if self.planned else text_action(str(self.row.get("answer", "done")))
+        return (
+            base.call_action(self.planned[0]) if self.planned else base.text_action(str(self.row.get("answer", "done")))
+        )
 
     def random_action(self, rng: random.Random) -> Action:
         """A tool without arguments, or an answer."""
         names = [tool["function"]["name"] for tool in self.tools]
-        return text_action("done") if rng.random() < 0.5 else tool_action(rng.choice(names))
+        return base.text_action("done") if rng.random() < 0.5 else base.tool_action(rng.choice(names))
 
 
 @cache
@@ -214,7 +208,7 @@ def environment(spec: str) -> type[McpEnvironment]:
     if not path or not Path(path).is_file():
         raise SettingError(f"mcp:... needs tasks=FILE.jsonl with one prompt per line; {path or 'it'} is no file")
     rows: list[Row] = []
-    for where, row in read_json_lines(path, '{"prompt": "..."}'):
+    for where, row in base.read_json_lines(path, '{"prompt": "..."}'):
         if not isinstance(row.get("prompt"), str):
             raise SettingError(f'{where} has no prompt; write {{"prompt": "..."}}')
         rows.append(row)
@@ -241,6 +235,7 @@ def environment(spec: str) -> type[McpEnvironment]:
         parameters = {"properties": {}, **tool["inputSchema"], "type": "object"}
         function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
         tools[tool["name"]] = {"type": "function", "function": function}
+    # the first server plays on where a tool can make it new
     idle = [server] if reset_tool in tools else []
     if not idle:
         server.close()
@@ -260,5 +255,5 @@ def environment(spec: str) -> type[McpEnvironment]:
 def split_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by split: a tenth, at least one, is held out, whatever the order of the file."""
     ordered = sorted(rows, key=lambda row: hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest())
-    count = max(1, len(rows) // HELD_OUT_SHARE)
+    count = max(1, len(rows) // base.HELD_OUT_SHARE)
     return {"train": ordered[count:], "held_out": ordered[:count]}

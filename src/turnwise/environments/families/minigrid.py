@@ -53,7 +53,24 @@ class MiniGridEnvironment(GymnasiumEnvironment):
         return Step([user_message(self._view(self.observation))], float(reward), terminated, truncated, info)
 
     def _view(self, observation: Any) -> str:
-        seen = "; ".join(text for _, text in sorted(visible_objects(observation["image"]))[:SEEN])
+        from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
+
+        image = observation["image"]
+        objects: list[tuple[int, str]] = []  # distance and description of each, and of the wall straight ahead
+        walls: list[tuple[int, str]] = []
+        for x in range(image.shape[0]):
+            for y in range(image.shape[1]):
+                kind = IDX_TO_OBJECT[int(image[x, y, 0])]
+                ahead, side = AGENT[1] - y, x - AGENT[0]
+                if kind in HIDDEN or (kind == "wall" and (side or ahead <= 0)):
+                    continue
+                state = f"{DOORS[int(image[x, y, 2])]} " if kind == "door" else ""
+                colour = "" if kind in ("wall", "lava") else f"{IDX_TO_COLOR[int(image[x, y, 1])]} "
+                place = f" {ahead} ahead" if ahead else ""
+                place += f" {abs(side)} {'right' if side > 0 else 'left'}" if side else ""
+                text = f"{state}{colour}{kind}{place or ' here'}"
+                (walls if kind == "wall" else objects).append((ahead + abs(side), text))
+        seen = "; ".join(text for _, text in sorted(objects + sorted(walls)[:1])[:SEEN])
         carried = self.world.unwrapped.carrying
         holding = f" you carry the {carried.color} {carried.type}." if carried else ""
         return f"{observation['mission']}.{holding} you see {seen or 'nothing'}."
@@ -75,27 +92,6 @@ class MiniGridEnvironment(GymnasiumEnvironment):
         except Exception:
             # the bot asserts that a mission can be solved, and a random action may have made it impossible
             self.bot, self.advice = None, "forward"
-
-
-def visible_objects(image: Any) -> list[tuple[int, str]]:
-    """(distance, description) of each object in a view, and of the wall straight ahead."""
-    from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
-
-    objects: list[tuple[int, str]] = []
-    walls: list[tuple[int, str]] = []
-    for x in range(image.shape[0]):
-        for y in range(image.shape[1]):
-            kind = IDX_TO_OBJECT[int(image[x, y, 0])]
-            ahead, side = AGENT[1] - y, x - AGENT[0]
-            if kind in HIDDEN or (kind == "wall" and (side or ahead <= 0)):
-                continue
-            state = f"{DOORS[int(image[x, y, 2])]} " if kind == "door" else ""
-            colour = "" if kind in ("wall", "lava") else f"{IDX_TO_COLOR[int(image[x, y, 1])]} "
-            place = f" {ahead} ahead" if ahead else ""
-            place += f" {abs(side)} {'right' if side > 0 else 'left'}" if side else ""
-            seen = (ahead + abs(side), f"{state}{colour}{kind}{place or ' here'}")
-            (walls if kind == "wall" else objects).append(seen)
-    return objects + ([min(walls)] if walls else [])
 
 
 @cache

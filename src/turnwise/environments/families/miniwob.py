@@ -169,6 +169,7 @@ class MiniwobEnvironment(LimitedEpisode):
             raise EnvironmentFault("the page has no element to click")
         quoted = [words.strip().lower() for words in re.findall(r'"([^"]+)"', self.task)]
         labels = [(n, kind, words.lower()) for n, (kind, words, _) in enumerate(self.elements, 1)]
+        # what the task quotes comes before any button
         named = [n for n, _, words in labels if words in quoted]
         buttons = [n for n, kind, _ in labels if kind.startswith(("button", "input submit"))]
         return text_action(f"click {(named or buttons or [1])[-1 if not named else 0]}")
@@ -184,10 +185,8 @@ def environment(spec: str) -> type[MiniwobEnvironment]:
     folder = pages()
     adapter.require_offered(name, sorted(page.stem for page in folder.glob("*.html")), "MiniWoB++ has no task")
     browser, turns = shared_browser(str(options.get("browser", ""))), int(options.get("turns", TURNS))
-    about, file = f"{name} of MiniWoB++.", folder / f"{name}.html"
-    return adapter.member_class(
-        "miniwob", spec, MiniwobEnvironment, about, page_file=file, browser=browser, max_turns=turns
-    )
+    page = {"page_file": folder / f"{name}.html", "browser": browser, "max_turns": turns}
+    return adapter.member_class("miniwob", spec, MiniwobEnvironment, f"{name} of MiniWoB++.", **page)
 
 
 def pages() -> Path:

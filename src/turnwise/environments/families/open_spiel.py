@@ -30,8 +30,8 @@ SOLVED = ("kuhn_poker", "leduc_poker")  # small enough for CFR in seconds
 CFR_ITERATIONS = 300
 CARDS = ("J", "Q", "K")
 MAX_NODES = 20_000  # a game with more is not enumerated
+# (prompt, legal actions) -> probability of each
 ActionProbabilities = Callable[[str, Sequence[str]], Mapping[str, float]]
-"""(prompt, legal actions) -> probability of each."""
 
 
 class GameEnvironment(SeatedGame, WordWorld):
@@ -68,18 +68,14 @@ class GameEnvironment(SeatedGame, WordWorld):
         self._advance()
         if not self.state.is_terminal():
             return Step([user_message(prompt(self.state))], context=())  # a seat reads only what it knows
-        return self._end(mover, list(self.state.returns()))
+        return self.pay(mover, dict(enumerate(self.state.returns())), "it is over: {}.")
 
     def refuse(self) -> Step:
         """An illegal move loses: its player gets the game's lowest return, the others share it."""
         mover, lowest = max(0, self.state.current_player()), self.game.min_utility()
-        returns = [-lowest / (self.seats - 1)] * self.seats
-        returns[mover] = lowest
-        return self._end(mover, returns, errors=1)
-
-    def _end(self, mover: int, returns: list[float], errors: int = 0) -> Step:
-        results = ", ".join(f"{self.seat_name(n)} {value:+g}" for n, value in enumerate(returns))
-        return self.pay(mover, dict(enumerate(returns)), f"it is over: {results}.", errors)
+        share = -lowest / (self.seats - 1)
+        returns = {seat: lowest if seat == mover else share for seat in range(self.seats)}
+        return self.pay(mover, returns, "it is over: {}.", errors=1)
 
     def _advance(self) -> None:
         """Play chance moves and scripted seats until the policy is to move."""
@@ -180,7 +176,7 @@ def prompt(state: Any) -> str:
         text = state.information_state_string(player)
         said = " ".join({"p": "pass", "b": "bet"}[letter] for letter in text[1:])
         knowledge = f"card {CARDS[int(text[0])]}" + (f", said {said}" if said else "")
-    elif has_perfect_information(state.get_game()) and kind.provides_observation_string:
+    elif kind.information == kind.information.PERFECT_INFORMATION and kind.provides_observation_string:
         knowledge = " / ".join(state.observation_string(player).strip().splitlines())
     elif kind.provides_information_state_string:
         knowledge = " ".join(state.information_state_string(player).split())
@@ -204,10 +200,10 @@ def decision_states(game: Any) -> list[Any]:
     """One state for each position (perfect information) or history (imperfect) in which a player moves; empty for large games."""
     seen: set[str] = set()
     states: list[Any] = []
-    stack = [game.new_initial_state()]
+    stack, is_perfect = [game.new_initial_state()], has_perfect_information(game)
     while stack:
         state = stack.pop()
-        key = position(state) if has_perfect_information(game) else state.history_str()
+        key = f"{state.current_player()} {state}" if is_perfect else state.history_str()
         if key in seen or state.is_terminal():
             continue
         seen.add(key)
@@ -217,10 +213,6 @@ def decision_states(game: Any) -> list[Any]:
             states.append(state)
         stack += [state.child(action) for action in state.legal_actions()]
     return states
-
-
-def position(state: Any) -> str:
-    return f"{state.current_player()} {state}"
 
 
 def exploitability(game: Any, policy: ActionProbabilities) -> float:
@@ -258,12 +250,13 @@ def seat_value(game: Any, policy: ActionProbabilities, seat: int, best: bool) ->
     def value(state: Any) -> float:
         if state.is_terminal():
             return float(state.returns()[seat])
-        key = position(state)
+        key = f"{state.current_player()} {state}"
         if key not in values:
             after = {action: value(state.child(action)) for action in state.legal_actions()}
             if best and state.current_player() == seat:
                 values[key] = max(after.values())
             else:
+                # a chance node is played by the game, every other one by the policy
                 chances = dict(state.chance_outcomes()) if state.is_chance_node() else probabilities(state, policy)
                 values[key] = sum(chances[action] * worth for action, worth in after.items())
         return values[key]

@@ -171,14 +171,13 @@ def environment(spec: str) -> type[OpenEnvEnvironment]:
 
 def action_schema(url: str, seconds: float) -> Mapping[str, Any]:
     """What the server says an action is."""
+    # a server of this machine must not be looked for through a proxy
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/schema", timeout=seconds) as answer:
             schema = json.loads(answer.read())["action"]
     except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise SettingError(
-            f"no OpenEnv server answers at {url}/schema ({fault}); start it, or mend the address"
-        ) from fault
+        raise SettingError(f"no OpenEnv server answers at {url}/schema ({fault}); start it, or mend {url}") from fault
     if not isinstance(schema, dict) or not fields(schema):
         raise SettingError(f"{url} names no field of an action; servers that offer MCP tools alone are not supported")
     return schema

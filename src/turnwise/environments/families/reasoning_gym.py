@@ -67,6 +67,7 @@ class ReasoningGymEnvironment(Environment):
 
     def score(self, answer: str) -> float:
         """The dataset's score, from a process that can be killed: some parsers compute for minutes on a short answer."""
+        # not worth a process
         if not answer or len(answer) > MAX_ANSWER:
             return 0.0
         level = (self.dataset, self.difficulty)
@@ -123,9 +124,8 @@ def dataset_entry(dataset: Callable[[], Any], number: int) -> Entry:
 @lru_cache(maxsize=4096)  # all episodes of a group share one task
 def sample_entry(dataset: Callable[[], Any], seed: int, split: str) -> Entry:
     """The entry of ``seed`` in ``split``; cached."""
-    return sample_problem(
-        lambda rng: dataset_entry(dataset, rng.randrange(PROBLEMS)), seed, split, lambda entry: entry["question"]
-    )
+    make = lambda rng: dataset_entry(dataset, rng.randrange(PROBLEMS))  # noqa: E731
+    return sample_problem(make, seed, split, lambda entry: entry["question"])
 
 
 @cache  # one class per name, so that its datasets are generated once
@@ -145,24 +145,6 @@ def environment(spec: str) -> type[ReasoningGymEnvironment]:
     allowed = [field.name for field in fields(config) if field.name not in RUN_FIELDS]
     values = {**split_options("reasoning_gym", spec, allowed)[1], "seed": SEED, "size": PROBLEMS}
     curriculum = factory.create_curriculum(name) if factory.has_curriculum(name) else None
-    # each dataset is generated at its first use
-    levels: dict[int, Callable[[], Any]] = {
-        number: lru_cache(maxsize=1)(partial(make, level))
-        for number, level in enumerate(level_configs(name, config, curriculum, values), start=1)
-    }
-    base = ReasoningGymEnvironment if dataset_entry(levels[1], 0)["answer"] is None else AnsweredReasoningGymEnvironment
-    about = f"{name} of reasoning-gym."
-    return member_class("reasoning_gym", spec, base, about, dataset=spec, difficulties=tuple(levels), levels=levels)
-
-
-def import_factory() -> Any:
-    """The module ``reasoning_gym.factory``, which holds the table of datasets."""
-    import_package("reasoning_gym", "reasoning_gym", "reasoning")  # registers the datasets
-    return import_package("reasoning_gym.factory", "reasoning_gym", "reasoning")
-
-
-def level_configs(name: str, config: type[Any], curriculum: Any, values: Mapping[str, Any]) -> list[Any]:
-    """The configurations of all difficulties, each with the given field values."""
     defaults: list[Any] = []
     for level in range(max((len(a.levels) for a in curriculum.attributes.values()), default=0) if curriculum else 0):
         curriculum.set_global_level(level)
@@ -181,7 +163,19 @@ def level_configs(name: str, config: type[Any], curriculum: Any, values: Mapping
             user_values = ", ".join(f"{key}={value}" for key, value in values.items() if key not in RUN_FIELDS)
             about = f"with {user_values or 'its defaults'} it says {str(fault) or repr(fault)!r}, and it would have {default}"
             raise SettingError(f"reasoning_gym:{name} cannot be made: {about}") from fault
-    return configs
+    # each dataset is generated at its first use
+    levels: dict[int, Callable[[], Any]] = {
+        number: lru_cache(maxsize=1)(partial(make, level)) for number, level in enumerate(configs, start=1)
+    }
+    base = ReasoningGymEnvironment if dataset_entry(levels[1], 0)["answer"] is None else AnsweredReasoningGymEnvironment
+    about = f"{name} of reasoning-gym."
+    return member_class("reasoning_gym", spec, base, about, dataset=spec, difficulties=tuple(levels), levels=levels)
+
+
+def import_factory() -> Any:
+    """The module ``reasoning_gym.factory``, which holds the table of datasets."""
+    import_package("reasoning_gym", "reasoning_gym", "reasoning")  # registers the datasets
+    return import_package("reasoning_gym.factory", "reasoning_gym", "reasoning")
 
 
 def validated(config: Any) -> Any:

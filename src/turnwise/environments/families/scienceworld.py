@@ -40,6 +40,7 @@ def take_simulator() -> Any:
     try:
         return IDLE.pop()
     except IndexError:
+        # our own limit of turns ends an episode, not the simulator's
         return import_package("scienceworld", "scienceworld").ScienceWorldEnv("", envStepLimit=10 * TURNS)
 
 

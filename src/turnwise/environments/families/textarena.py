@@ -118,11 +118,7 @@ def environment(spec: str) -> type[TextArenaEnvironment]:
                     raise
     base = ListedMovesEnvironment if legal_moves(first) else TextArenaEnvironment
     if opponent == "random" and base is TextArenaEnvironment:
-        raise SettingError(
-            f"textarena:{name} does not list its moves, so a random opponent cannot play; leave opponent out"
-        )
+        raise SettingError(f"textarena:{name} lists no moves, so a random opponent cannot play; leave opponent out")
     agents = tuple(map(base.seat_name, range(seats))) if opponent == "self" and seats > 1 else ()
-    about, maker = f"{name} of TextArena.", staticmethod(make)
-    return adapter.member_class(
-        "textarena", spec, base, about, make=maker, seats=seats, opponent=opponent, agents=agents
-    )
+    match = {"make": staticmethod(make), "seats": seats, "opponent": opponent, "agents": agents}
+    return adapter.member_class("textarena", spec, base, f"{name} of TextArena.", **match)

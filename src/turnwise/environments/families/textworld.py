@@ -95,6 +95,7 @@ def generated(number: int, rooms: int, objects: int, quest: int) -> Path:
         for suffix in (".json", ".ni"):  # the game's own description lies beside it
             if source.with_suffix(suffix).is_file():
                 source.with_suffix(suffix).replace(path.with_suffix(suffix))
+        # last: whoever finds the game finds its description beside it
         source.replace(path)
     return path
 
@@ -116,9 +117,7 @@ def environment(spec: str) -> type[TextWorldEnvironment]:
         held_out = max(1, count // HELD_OUT_SHARE)
         files = {"train": makers[held_out:], "held_out": makers[:held_out]}
     elif not path.is_file():
-        raise SettingError(
-            f"there is no game file {name}; write textworld:FILE.z8, or textworld:custom for generated games"
-        )
+        raise SettingError(f"there is no game file {name}; write textworld:FILE.z8, or textworld:custom for new games")
     elif options:
         raise SettingError(f"textworld:{name} takes no options; only textworld:custom does")
     else:

@@ -89,9 +89,7 @@ def environment(spec: str) -> type[VerifiersEnvironment]:
     elif not task.hooks("reward"):
         reason = "has no reward function"
     if reason:
-        raise SettingError(
-            f"verifiers:{name} {reason}, which this adapter does not do; let it call `turnwise endpoint`"
-        )
+        raise SettingError(f"verifiers:{name} {reason}, which this adapter cannot; let it call `turnwise endpoint`")
     splits, success = split_by_content(tasks, lambda task: str(task.key)), float(options.get("success", 1.0))
     about = f"The taskset {name} of verifiers."
     return member_class("verifiers", spec, VerifiersEnvironment, about, tasks=splits, success_at=success)

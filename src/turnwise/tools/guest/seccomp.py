@@ -98,15 +98,6 @@ def _by_argument(number: int, index: int, tests: list[tuple[int, int, int]], oth
     return _rule(number, *body, (RETURN, 0, 0, otherwise))
 
 
-def _socketpair(number: int, deny: int) -> list[Instruction]:
-    """Only connected pairs of local sockets: a datagram socket can send to any socket path or abstract name."""
-    return _rule(
-        number,
-        (LOAD, 0, 0, 16), (EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, deny),
-        (LOAD, 0, 0, 24), (ANY_BIT, 0, 1, CONNECTIONLESS), (RETURN, 0, 0, deny), (RETURN, 0, 0, ALLOW),
-    )  # fmt: skip
-
-
 def _truncating_reads(number: int | None, index: int, deny: int) -> list[Instruction]:
     """Opening for reading with O_TRUNC empties the file, and older versions of Landlock allow it."""
     return _rule(
@@ -137,7 +128,10 @@ def program(*, forks: bool, private_pids: bool) -> list[Instruction]:
     # these calls make another process receive signals from a descriptor
     out += _by_argument(FCNTL[column], 1, [(EQUAL, cmd, deny) for cmd in FORBIDDEN_FCNTL], ALLOW)
     out += _by_argument(IOCTL[column], 1, [(EQUAL, cmd, deny) for cmd in (FIOSETOWN, SIOCSPGRP)], ALLOW)
-    out += _socketpair(SOCKETPAIR[column], deny)
+    # only connected pairs of local sockets: a datagram socket can send to any socket path or abstract name
+    pair = [(LOAD, 0, 0, 16), (EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, deny)]
+    pair += [(LOAD, 0, 0, 24), (ANY_BIT, 0, 1, CONNECTIONLESS), (RETURN, 0, 0, deny), (RETURN, 0, 0, ALLOW)]
+    out += _rule(SOCKETPAIR[column], *pair)
     out += _by_argument(AFFINITY[column], 0, [(EQUAL, 0, ALLOW), (EQUAL, os.getpid(), ALLOW)], deny)
     out += _truncating_reads(OPEN[column], 1, deny) + _truncating_reads(OPENAT[column], 2, deny)
     if not forks:

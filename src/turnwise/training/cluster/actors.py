@@ -28,7 +28,7 @@ import ray
 from turnwise import environments
 from turnwise.config.named_object import import_from_current_folder
 from turnwise.config.settings import Settings
-from turnwise.environments.worker import EpisodeWorker
+from turnwise.environments.isolated import EpisodeWorker
 from turnwise.errors import RankFault, TurnwiseError
 from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of

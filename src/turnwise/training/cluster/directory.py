@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from turnwise.engines.remote.http import ServerAddress
-from turnwise.environments.worker import HostLost, plain
+from turnwise.environments.isolated import HostLost, plain
 from turnwise.errors import EnvironmentFault
 from turnwise.training.cluster import ENVIRONMENT, GENERATOR, LEARNER, NAMESPACE, number_of
 
