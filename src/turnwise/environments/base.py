@@ -145,7 +145,6 @@ class LimitedEpisode(Environment):
     A subclass writes ``begin`` and ``act``; this class counts the turns, and answers what comes after the end."""
 
     limits: ClassVar[Mapping[int, int]] = {}  # turns by difficulty, where they differ
-    seed: int
     turns: int = 0  # taken so far
     done: bool = False
     success: bool = False  # of an episode that is done

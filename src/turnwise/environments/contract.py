@@ -32,9 +32,10 @@ class ContractViolation:
         return f"{self.what} {self.value}; expected {self.expected}"
 
 
-def violation(what: str, value: Any, expected: str) -> EnvironmentFault:
-    """The error for a returned value that breaks the contract."""
-    return EnvironmentFault(ContractViolation(what, f"{value!r:.120}", expected))
+def expect(holds: object, what: str, value: Any, expected: str) -> None:
+    """Refuse a returned value that breaks the contract."""
+    if not holds:
+        raise EnvironmentFault(ContractViolation(what, f"{value!r:.120}", expected))
 
 
 def read_messages(value: Any, what: str) -> list[Message]:
@@ -42,52 +43,51 @@ def read_messages(value: Any, what: str) -> list[Message]:
 
     The texts are made valid Unicode, and a content longer than ``core.text.MAX_CHARACTERS`` is cut with a note."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
-        raise violation(f"{what} returned", value, "a list of messages with role and content")
+    valid = is_list and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value)
+    expect(valid, f"{what} returned", value, "a list of messages with role and content")
     try:
         return [{**clean_tree(message), "content": cut(clean(message["content"]))} for message in value]
     except RecursionError as fault:
-        raise violation(f"{what} returned a message", fault, f"at most {MAX_DEPTH} levels") from None
+        deep = ContractViolation(f"{what} returned a message", f"{fault!r:.120}", f"at most {MAX_DEPTH} levels")
+        raise EnvironmentFault(deep) from None
 
 
 def read_step(value: Any) -> Step:
     """A ``Step``, or the equivalent 5-tuple of Gymnasium."""
     if isinstance(value, tuple) and len(value) == 5:
         value = Step(*value)
-    if not isinstance(value, Step):
-        raise violation("step returned", value, "a Step or (messages, reward, terminated, truncated, info)")
+    expected = "a Step or (messages, reward, terminated, truncated, info)"
+    expect(isinstance(value, Step), "step returned", value, expected)
     info = value.info
-    if not isinstance(info, Mapping):
-        raise violation("step returned the info", info, "a dict")
+    expect(isinstance(info, Mapping), "step returned the info", info, "a dict")
     flags = {"terminated": value.terminated, "truncated": value.truncated, "info['success']": info.get("success")}
     for name, flag in flags.items():
         try:
-            bool(flag)
+            is_flag = bool(flag) in (True, False)
         except Exception:  # for example the array of a vector environment
-            raise violation(f"step returned {name}", flag, "True or False") from None
+            is_flag = False
+        expect(is_flag, f"step returned {name}", flag, "True or False")
     read_facts(info)
     numbers = {"the reward": value.reward, **{f"info[{name!r}]": info.get(name, 0) for name in COUNTS}}
     for key, expected in NAMED_REWARDS.items():
-        if not isinstance(info.get(key, {}), Mapping):
-            raise violation(f"step returned info[{key!r}]", info[key], expected)
-        numbers |= {f"info[{key!r}][{name!r}]": number for name, number in info.get(key, {}).items()}
+        named = info.get(key, {})
+        expect(isinstance(named, Mapping), f"step returned info[{key!r}]", named, expected)
+        numbers |= {f"info[{key!r}][{name!r}]": number for name, number in named.items()}
     for name, number in numbers.items():
-        if not is_finite(number):
-            raise violation(f"step returned {name}", number, "a finite number")
+        expect(is_finite(number), f"step returned {name}", number, "a finite number")
     named = {key: info[key] for key in NAMED_REWARDS if info.get(key)}
     messages, info = read_messages(value.messages, "step"), {**info, **clean_tree(named)} if named else info
     if value.context is None:
         return replace(value, messages=messages, info=info)
     context = read_messages(value.context, "step: context")
-    if not (context or messages or value.terminated or value.truncated):
-        raise violation("step returned the context", value.context, "at least one message there or in messages")
+    goes_on = context or messages or value.terminated or value.truncated
+    expect(goes_on, "step returned the context", value.context, "at least one message there or in messages")
     return replace(value, messages=messages, info=info, context=context)
 
 
 def _read_text(method: str, value: Any) -> str | None:
     """The text that an optional method returned, or None."""
-    if value is not None and not isinstance(value, str):
-        raise violation(f"{method} returned", value, "a str, or None where there is none")
+    expect(value is None or isinstance(value, str), f"{method} returned", value, "a str, or None where there is none")
     return None if value is None else clean(value)
 
 
@@ -104,11 +104,10 @@ def is_finite(value: Any) -> bool:
 def read_facts(info: Mapping[str, Any]) -> dict[str, float | str]:
     """The facts of a turn: a number or a label under each name."""
     facts = info.get("facts", {})
-    if not isinstance(facts, Mapping):
-        raise violation("step returned info['facts']", facts, "a dict of names and numbers or labels")
+    expect(isinstance(facts, Mapping), "step returned info['facts']", facts, "a dict of names and numbers or labels")
     for name, value in facts.items():
-        if not isinstance(name, str) or not (isinstance(value, str) or is_finite(value)):
-            raise violation(f"step returned info['facts'][{name!r}]", value, "a finite number or a label, under a name")
+        valid = isinstance(name, str) and (isinstance(value, str) or is_finite(value))
+        expect(valid, f"step returned info['facts'][{name!r}]", value, "a finite number or a label, under a name")
     return {clean(n): clean(value) if isinstance(value, str) else float(value) for n, value in facts.items()}
 
 

@@ -102,7 +102,6 @@ class DemonstratedTurn(Environment):
     seeds: ClassVar[Mapping[str, Sequence[int]]] = {}
     rule: ClassVar[str] = "arguments"
     likeness: ClassVar[float] = 0.8
-    expected: Action
 
     def reset(self, seed: int) -> Sequence[Message]:
         _, history, self.expected = listed_task(self.turns, self.split, seed)

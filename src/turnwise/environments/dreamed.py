@@ -27,10 +27,8 @@ class Dreamed(WrappedEnvironment):
     """``horizon``: the most steps that are dreamed in an episode."""
 
     carried: ClassVar[tuple[str, ...]] = ("dreaming", "seen", "dreamed", "variant")
-    dreaming: bool
     seen: str  # the last observation
     dreamed: int  # steps
-    variant: int
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", horizon: int = 28) -> None:
         if horizon < 1:

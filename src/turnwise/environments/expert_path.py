@@ -30,7 +30,6 @@ class ExpertPath(WrappedEnvironment):
     facts: ClassVar[tuple[str, ...]] = ("match",)
     carried: ClassVar[tuple[str, ...]] = ("read", "patched")
     read: list[Message]  # what the policy has read, with the expert's words in the place of wrong ones
-    patched: int
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", patches: int = 2) -> None:
         if patches < -1:

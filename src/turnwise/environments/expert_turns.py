@@ -31,7 +31,6 @@ class ExpertTurns(WrappedEnvironment):
     expert_turns: ClassVar[bool] = True
     carried: ClassVar[tuple[str, ...]] = ("turn_index",)
     turn_index: int  # which turn of the demonstration this episode is
-    expected: Action
 
     def __init__(
         self,

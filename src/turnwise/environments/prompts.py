@@ -45,7 +45,6 @@ class PromptEnvironment(Environment):
     verdict: ClassVar[bool] = False  # the environment itself does not say whether an answer is right
     problems: ClassVar[Mapping[str, Mapping[int, PromptProblem]]]  # by split and row number
     seeds: ClassVar[Mapping[str, Sequence[int]]]  # the tasks of each split, which end
-    problem: PromptProblem
 
     def reset(self, seed: int) -> Sequence[Message]:
         problems = self.problems[self.split]

@@ -395,20 +395,18 @@ def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str, spec
     if len(steps) == 0:
         return
     axes.plot(steps, values, linestyle="none", marker="D", markersize=4.5, color=ORANGE, label="evaluation", zorder=4)
-    ends = [(0, "before")] if len(steps) == 1 else [(0, "before"), (-1, "after")]
-    for index, name in ends:
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
+    words = {
+        "textcoords": "offset points",
+        "fontsize": 8.5,
+        "color": ORANGE,
+        "fontweight": "bold",
+        "zorder": 6,
+        "bbox": box,
+    }
+    for index, name in ((0, "before"), (-1, "after"))[: len(steps)]:
         axes.plot(steps[index], values[index], "D", markersize=8, color=ORANGE, markeredgecolor="white", zorder=5)
-        first = index == 0
-        axes.annotate(
-            f"{name} {format(values[index], spec)}",
-            (steps[index], values[index]),
-            xytext=(-4 if first else 4, 9),
-            textcoords="offset points",
-            ha="left" if first else "right",
-            fontsize=8.5,
-            color=ORANGE,
-            fontweight="bold",
-            zorder=6,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8},
-        )
+        side, offset = ("left", -4) if index == 0 else ("right", 4)
+        text = f"{name} {format(values[index], spec)}"
+        axes.annotate(text, (steps[index], values[index]), xytext=(offset, 9), ha=side, **words)
     axes.legend(fontsize=7.5, frameon=False, loc="lower right")

@@ -33,11 +33,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # metric, label, format
     ("clip_share", "clipped", ".1%"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
-SUPERVISED_COLUMNS: tuple[tuple[str, str, str], ...] = (  # without rollouts there is no success rate
-    ("loss", "loss", ".3f"),
-    ("entropy", "entropy", ".3f"),
-    ("tokens_per_second", "tok/s", ",.0f"),
-)
+# without rollouts there is no success rate
+SUPERVISED_COLUMNS = (("loss", "loss", ".3f"), *(c for c in COLUMNS if c[0] in ("entropy", "tokens_per_second")))
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {"warning": "yellow", "error": "bold red"}
 

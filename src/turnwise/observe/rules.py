@@ -183,12 +183,6 @@ def _gap(facts: RunFacts) -> float:
     return facts.last("success") - held_out if held_out is not None else math.nan
 
 
-def _longer_without_gain(facts: RunFacts) -> float:
-    growth = facts.last("tokens_per_turn") / max(facts.first("tokens_per_turn"), 1.0)
-    outcome = "success" if facts.series("success") else "reward"
-    return growth if facts.last(outcome) - facts.first(outcome) <= 0.05 else math.nan
-
-
 def _drops(facts: RunFacts, too_old: bool) -> dict[str, int]:
     """Dropped groups by reason: those that were too old, or those that admission or failures dropped; never a resume's own."""
     drops = {reason: n for reason, n in facts.drops.items() if reason not in ("rolled back", "interrupted")}
@@ -343,7 +337,9 @@ RULES = (
         if (tries := max(f.last("tool_calls"), f.last("tool_errors"))) > 0.2 else math.nan, 0.6,
         lambda f, x: f"{x:.0%} of the tool calls end in an error", "--tool-syntax, --describe-tools, --cold-steps",
         ("tool_errors", "tool_calls")),
-    of_run("answers grow longer without gain", WARNING, _longer_without_gain, 1.8,
+    of_run("answers grow longer without gain", WARNING,
+        lambda f: f.last("tokens_per_turn") / max(f.first("tokens_per_turn"), 1.0)
+        if f.last(outcome := "success" if f.series("success") else "reward") - f.first(outcome) <= 0.05 else math.nan, 1.8,
         lambda f, x: f"turns became {x:.1f} times longer ({f.first('tokens_per_turn'):.0f} to {f.last('tokens_per_turn'):.0f} "
         "tokens) and the outcome did not improve", "--max-tokens, or a method without length bias in its average",
         ("tokens_per_turn", "success", "reward")),

@@ -87,9 +87,7 @@ class ZygoteHandle:
     def __init__(
         self, isolation: Isolation, interpreter: Interpreter, limits: SandboxLimits, *, keep_user: bool = False
     ) -> None:
-        self.limits = limits
-        self.alive = False
-        self.landlock = False
+        self.limits, self.alive, self.landlock = limits, False, False
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
@@ -204,10 +202,7 @@ class SandboxWorker:
     """The host's end of one session's channel. A frame is a 4-byte length and a JSON object."""
 
     def __init__(self, zygote: ZygoteHandle, number: int, channel: socket.socket) -> None:
-        self.zygote = zygote
-        self.number = number
-        self.channel = channel
-        self.ready = False
+        self.zygote, self.number, self.channel, self.ready = zygote, number, channel, False
         self._buffer = bytearray()
         self._max_frame_bytes = zygote.limits.output_bytes * 6 + 1024  # JSON escapes a character in at most six bytes
 

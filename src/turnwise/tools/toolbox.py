@@ -101,31 +101,27 @@ class _Tool:
     def from_function(function: Callable[..., Any]) -> _Tool:
         name = getattr(function, "__name__", type(function).__name__)
         annotations = typing.get_type_hints(function)
-        hints: dict[str, Any] = {}
-        required = []
-        for parameter in inspect.signature(function).parameters.values():
+        parameters = inspect.signature(function).parameters
+        for key, parameter in parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
                 raise SettingError(f"tool {name!r}: {parameter} cannot be shown to a model; name every argument")
-            if parameter.name not in annotations:
-                raise SettingError(f"tool {name!r}: argument {parameter.name!r} has no type; write one")
-            hints[parameter.name] = annotations[parameter.name]
-            _schema(hints[parameter.name], f"tool {name!r}: argument {parameter.name!r}")
-            if parameter.default is parameter.empty:
-                required.append(parameter.name)
+            if key not in annotations:
+                raise SettingError(f"tool {name!r}: argument {key!r} has no type; write one")
+            _schema(annotations[key], f"tool {name!r}: argument {key!r}")  # refuses what has no schema
+        hints = {key: annotations[key] for key in parameters}
+        required = tuple(key for key, parameter in parameters.items() if parameter.default is parameter.empty)
         # the text before ``Args:``, and the line of each parameter after it
         text, _, documented = (inspect.getdoc(function) or "").partition("Args:")
         lines = {key: re.search(rf"^\s*{re.escape(key)}\b[^:\n]*:\s*(.+)$", documented, re.MULTILINE) for key in hints}
         description, parameter_docs = " ".join(text.split()), {key: m[1].strip() for key, m in lines.items() if m}
         if not description:
             raise SettingError(f"tool {name!r} has no docstring; the model reads it, write one")
-        return _Tool(name, function, description, hints, tuple(required), parameter_docs)
+        return _Tool(name, function, description, hints, required, parameter_docs)
 
     def schema(self) -> dict[str, Any]:
-        properties = {}
-        for name, hint in self.hints.items():
-            properties[name] = _schema(hint, name)
-            if name in self.parameter_docs:
-                properties[name]["description"] = self.parameter_docs[name]
+        properties = {name: _schema(hint, name) for name, hint in self.hints.items()}
+        for name, text in self.parameter_docs.items():
+            properties[name]["description"] = text
         parameters = {"type": "object", "properties": properties, "required": list(self.required)}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -198,6 +194,12 @@ def _convert(hint: Any, value: Any) -> Any:
     raise TypeError
 
 
+def _describe(value: Any) -> str:
+    name = (_JSON_TYPES | {list: "list", dict: "object"}).get(type(value), type(value).__name__)
+    shown = json.dumps(value, default=str)
+    return f"{name} {shown}" if len(shown) <= 40 else name
+
+
 def _type_name(hint: Any) -> str:
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Literal:
@@ -207,10 +209,3 @@ def _type_name(hint: Any) -> str:
     if origin is list:
         return f"a list of {_type_name(args[0])}" if args else "a list"
     return _JSON_TYPES.get(hint, "an object")
-
-
-def _describe(value: Any) -> str:
-    type_names = _JSON_TYPES | {list: "list", dict: "object"}
-    name = type_names.get(type(value), type(value).__name__)
-    shown = json.dumps(value, default=str)
-    return f"{name} {shown}" if len(shown) <= 40 else name

@@ -43,7 +43,6 @@ class CallEnvironment(Environment):
     max_turns = 1
     suggests: ClassVar[Mapping[str, Any]] = {"context": 2048, "max_tokens": 128}
     entries: ClassVar[Mapping[str, Sequence[Entry]]]  # by split
-    entry: Entry
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.entry = base.listed_task(self.entries, self.split, seed)
@@ -74,8 +73,6 @@ class ProgramEnvironment(LimitedEpisode, CallEnvironment):
 
     max_turns = 40
     suggests: ClassVar[Mapping[str, Any]] = {"context": 8192, "max_tokens": 128}
-    programs: dict[str, Any]
-    request: int
     calls: int  # in this request
     planned: list[ToolCall]  # what the oracle has left to call in this request
 

@@ -44,8 +44,6 @@ class GymnasiumEnvironment(WordWorld):
     make: ClassVar[Any]  # returns a new world of the package
     words: ClassVar[tuple[str, ...]]
     threshold: ClassVar[float | None]
-    world: Any
-    total: float
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.world, self.total = type(self).make(), 0.0

@@ -141,7 +141,6 @@ class McpEnvironment(LimitedEpisode):
     reset_tool: ClassVar[str] = ""
     idle: ClassVar[list[McpServer]]  # servers that no episode uses
     server: McpServer | None = None
-    row: Row
     planned: list[ToolCall]  # what the oracle has left to call
 
     def begin(self, seed: int) -> Sequence[Message]:

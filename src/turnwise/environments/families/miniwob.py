@@ -110,8 +110,6 @@ class MiniwobEnvironment(LimitedEpisode):
     page_file: ClassVar[Path]
     browser: ClassVar[Browser]
     page: Any = None
-    task: str
-    elements: list[list[str]]
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.browser.call(lambda browser: self._open(browser, adapter.world_seed(seed, self.split)))

@@ -43,7 +43,6 @@ class GameEnvironment(SeatedGame, WordWorld):
     first_seat = 1
     game: ClassVar[Any]
     demonstrator: ClassVar[str] = "random"
-    state: Any
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.sit_down(seed)

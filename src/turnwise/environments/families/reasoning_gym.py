@@ -52,7 +52,6 @@ class ReasoningGymEnvironment(Environment):
     suggests: ClassVar[Mapping[str, Any]] = {"difficulty": (1,)}
     dataset: ClassVar[str]  # its name and fields
     levels: ClassVar[Mapping[int, Callable[[], Any]]]  # by difficulty: returns its dataset, generated at the first call
-    entry: Entry
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.entry = sample_entry(self.levels[self.difficulty], seed, self.split)

@@ -54,7 +54,6 @@ class ScienceWorldEnvironment(LimitedEpisode):
     simplification: ClassVar[str]
     variations: ClassVar[Mapping[str, Sequence[int]]]  # by split
     simulator: Any = None
-    score: float
     path: list[str]  # what is left of the gold path
 
     def begin(self, seed: int) -> Sequence[Message]:

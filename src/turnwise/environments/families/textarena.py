@@ -34,9 +34,7 @@ class TextArenaEnvironment(SeatedGame):
     max_turns = TURNS
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 24}
     make: ClassVar[Any]  # returns a new match of the package
-    match: Any
     player: int  # whose turn it is
-    observation: str
 
     def begin(self, seed: int) -> Sequence[Message]:
         number = self.sit_down(seed)

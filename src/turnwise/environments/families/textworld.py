@@ -39,8 +39,6 @@ class TextWorldEnvironment(LimitedEpisode):
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 16, "history": 3}
     files: ClassVar[Mapping[str, Sequence[Callable[[], Path]]]]  # by split
     game: Any = None
-    state: Any
-    score: float
 
     def begin(self, seed: int) -> Sequence[Message]:
         textworld = import_package("textworld", "textworld")

@@ -35,8 +35,6 @@ class VerifiersEnvironment(Environment):
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 256}
     tasks: ClassVar[Mapping[str, Sequence[Any]]]  # by split
     success_at: ClassVar[float] = 1.0
-    task: Any
-    prompt: list[Message]
 
     def reset(self, seed: int) -> Sequence[Message]:
         self.task = listed_task(self.tasks, self.split, seed)

@@ -31,8 +31,7 @@ class Zygote:
     """The child processes by session id, and the loop that serves the host's requests."""
 
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
-        self.control = control
-        self.config = config
+        self.control, self.config = control, config
         self.children: dict[int, int] = {}
         self.stopped: dict[int, str] = {}  # sessions killed for exceeding a limit, and which
         self.monitor = Monitor(config)
