@@ -20,7 +20,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,7 @@ def make(name: str, difficulty: int = 1, split: str = "train") -> Any:
     return cls(**arguments)
 
 
-@cache  # every episode asks
-def settings(cls: type[Any]) -> frozenset[str]:
+def _settings(cls: type[Any]) -> frozenset[str]:
     """Which of ``difficulty`` and ``split`` the constructor of a class accepts."""
     try:
         parameters = inspect.signature(cls).parameters
@@ -136,6 +135,10 @@ def settings(cls: type[Any]) -> frozenset[str]:
         return frozenset()
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return frozenset(key for key in RUN_ARGUMENTS if accepts_any or key in parameters)
+
+
+# cached, because every episode asks; typed anew, because mypy takes a class for unhashable
+settings: Callable[[type[Any]], frozenset[str]] = cache(_settings)  # type: ignore[assignment]
 
 
 # ---------------------------------------------- what each offers, read from classes and docstrings, never played

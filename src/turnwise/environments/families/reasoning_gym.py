@@ -143,7 +143,7 @@ def environment(spec: str) -> type[ReasoningGymEnvironment]:
             raise SettingError(f"reasoning_gym:{name}: {key} is set by the run; leave it out")
     allowed = [field.name for field in fields(config) if field.name not in RUN_FIELDS]
     values = {**split_options("reasoning_gym", spec, allowed)[1], "seed": SEED, "size": PROBLEMS}
-    curriculum = factory.create_curriculum(name) if factory.has_curriculum(name) else None
+    curriculum: Any = factory.create_curriculum(name) if factory.has_curriculum(name) else None
     defaults: list[Any] = []
     for level in range(max((len(a.levels) for a in curriculum.attributes.values()), default=0) if curriculum else 0):
         curriculum.set_global_level(level)
