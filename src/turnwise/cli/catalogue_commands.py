@@ -31,7 +31,7 @@ def list_environments(argv: Sequence[str]) -> int:
 
 def list_methods(argv: Sequence[str]) -> int:
     parser = Parser("list", "All methods, or pieces of experience.")
-    parser.add_argument(
+    parser.add(
         "--experience", action="store_true", help="list samplers, budgets, strategies, guidance and replay instead"
     )
     namespace = parser.parse(argv)
@@ -49,8 +49,8 @@ def list_methods(argv: Sequence[str]) -> int:
 
 def explain(argv: Sequence[str]) -> int:
     parser = Parser("explain", "Describe one method.")
-    parser.add_argument("method")
-    parser.add_argument("--credit", default="", help="use the credit assignment of another method")
+    parser.add("method")
+    parser.add("--credit", default="", help="use the credit assignment of another method")
     namespace = parser.parse(argv)
     if explain_pieces(namespace.method, namespace.json):
         return 0
@@ -79,8 +79,8 @@ def explain(argv: Sequence[str]) -> int:
 
 def diff(argv: Sequence[str]) -> int:
     parser = Parser("diff", "The slots in which two methods differ.")
-    parser.add_argument("left")
-    parser.add_argument("right")
+    parser.add("left")
+    parser.add("right")
     namespace = parser.parse(argv)
     if diff_pieces(namespace.left, namespace.right, namespace.json):
         return 0
@@ -101,8 +101,8 @@ def diff(argv: Sequence[str]) -> int:
 
 def check_env(argv: Sequence[str]) -> int:
     parser = Parser("check-env", "Test an environment by playing it.")
-    parser.add_argument("environment", help="module:Class or a built-in name")
-    parser.add_argument("--episodes", type=int, default=20)
+    parser.add("environment", help="module:Class or a built-in name")
+    parser.add("--episodes", type=int, default=20)
     namespace = parser.parse(argv)
     from turnwise import environments
     from turnwise.environments.checker.check import check_env as check
@@ -117,7 +117,7 @@ def check_env(argv: Sequence[str]) -> int:
 
 def check_method(argv: Sequence[str]) -> int:
     parser = Parser("check-method", "Test the contract of a method in seconds, without a model.")
-    parser.add_argument("method", help="a method of `turnwise list`, METHOD+CREDIT, module:recipe or file.py:recipe")
+    parser.add("method", help="a method of `turnwise list`, METHOD+CREDIT, module:recipe or file.py:recipe")
     namespace = parser.parse(argv)
     signatures.check_method(namespace.method)
     from turnwise.checks.method import check_method as check
@@ -129,10 +129,10 @@ def check_method(argv: Sequence[str]) -> int:
 
 def model(argv: Sequence[str]) -> int:
     parser = Parser("model", "Download and list models.")
-    parser.add_argument("action", help="fetch or list")
-    parser.add_argument("name", nargs="?", default="", help="the model to fetch")
-    parser.add_argument("--to", default="", help="directory of models [$TURNWISE_MODELS, or a cache directory]")
-    parser.add_argument("--check", action="store_true", help="with list: compare every file with its checksum")
+    parser.add("action", help="fetch or list")
+    parser.add("name", nargs="?", default="", help="the model to fetch")
+    parser.add("--to", default="", help="directory of models [$TURNWISE_MODELS, or a cache directory]")
+    parser.add("--check", action="store_true", help="with list: compare every file with its checksum")
     namespace = parser.parse(argv)
     from turnwise.cli import display
     from turnwise.models import fetch
@@ -151,12 +151,12 @@ def model(argv: Sequence[str]) -> int:
 
 def bench(argv: Sequence[str]) -> int:
     parser = Parser("bench", "Measure speed on this machine.", json="")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, fewer rows")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda when present [auto]")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: the default of torch [0]")
-    parser.add_argument("--parts", default="", help="a subset of generation,learning,step,memory [all]")
-    parser.add_argument("--json", default="", metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--out", default="", metavar="FILE", help="write the table as Markdown")
+    parser.add("--quick", action="store_true", help="fewer repeats, fewer rows")
+    parser.add("--device", default="auto", help="cpu, cuda, or auto: cuda when present [auto]")
+    parser.add("--threads", type=int, default=0, help="CPU threads; 0: the default of torch [0]")
+    parser.add("--parts", default="", help="a subset of generation,learning,step,memory [all]")
+    parser.add("--json", default="", metavar="FILE", help="write everything as JSON")
+    parser.add("--out", default="", metavar="FILE", help="write the table as Markdown")
     namespace = parser.parse(argv)
     from turnwise.bench import report
     from turnwise.training.refusals import check_device

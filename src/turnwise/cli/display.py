@@ -70,7 +70,10 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     if after.get("note"):
         out.print(printable(after["note"]), markup=False)
     if ranking := summary.get("ranking"):
-        out.print(held_out_line(ranking["before"], ranking["after"]), markup=False)
+        # how likely the model finds the answers of a file that it was not trained on
+        logp = f"{ranking['before']['logp']:.3f} → {ranking['after']['logp']:.3f} log-probability a token"
+        groups = f"{ranking['after']['groups']:.0f} held-out groups of the file"
+        out.print(f"{groups}: {logp} of the answers to learn", markup=False)
     run = Path(summary["run"])
     out.print(printable((run / "transcripts.md").read_text(encoding="utf-8")), markup=False)
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
@@ -98,18 +101,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     again = f"turnwise train {other} --env {env} --seed {summary['seed'] + 1}"
     if env == "prompts":  # rows and rewards are in the run's own settings
         again = f"turnwise config {summary['run']} > run.yaml; turnwise train --config run.yaml --name NEW"
-    for command in [
-        f"turnwise eval {summary['run']} --eval-samples 4 {harder}",
-        f"turnwise diff {method} {other}",
-        again,
-    ]:
+    measure = f"turnwise eval {summary['run']} --eval-samples 4 {harder}"
+    for command in (measure, f"turnwise diff {method} {other}", again):
         out.print(f"  {command}", soft_wrap=True, markup=False)
-
-
-def held_out_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """How likely the model finds the answers of a file that it was not trained on."""
-    logp = f"{before['logp']:.3f} → {after['logp']:.3f} log-probability a token"
-    return f"{after['groups']:.0f} held-out groups of the file: {logp} of the answers to learn"
 
 
 def show_evaluation(evaluation: Mapping[str, Any]) -> None:
@@ -184,21 +178,20 @@ def show_environments(rows: Sequence[Mapping[str, Any]]) -> None:
 
     for row in rows:
         line(row["about"], f"{'  ' + row['environment'] + ' ':<{len(INDENT)}}")
-        line(_environment_facts(row), style="dim")
+        if row["kind"] == "family":
+            line(
+                f"installed; {row['example']}" if row["installed"] else f"not installed: {row['install']}", style="dim"
+            )
+            continue
+        turns = "–".join(map(str, dict.fromkeys((min(row["turns"]), max(row["turns"])))))
+        facts = [
+            f"difficulties {', '.join(map(str, row['difficulties']))}",
+            f"at most {turns} turns",
+            f"tools: {', '.join(row['tools'])}" if row["tools"] else "no tools",
+            f"offers {', '.join(row['offers'])}" if row["offers"] else "",
+        ]
+        line(" · ".join(filter(None, facts)), style="dim")
     out.print(f"\n{OWN}", markup=False)
-
-
-def _environment_facts(row: Mapping[str, Any]) -> str:
-    if row["kind"] == "family":
-        return f"installed; {row['example']}" if row["installed"] else f"not installed: {row['install']}"
-    turns = "–".join(map(str, dict.fromkeys((min(row["turns"]), max(row["turns"])))))
-    facts = [
-        f"difficulties {', '.join(map(str, row['difficulties']))}",
-        f"at most {turns} turns",
-        f"tools: {', '.join(row['tools'])}" if row["tools"] else "no tools",
-        f"offers {', '.join(row['offers'])}" if row["offers"] else "",
-    ]
-    return " · ".join(filter(None, facts))
 
 
 def show_experience(rows: Sequence[Mapping[str, str]]) -> None:

@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
     """Raises :class:`SettingError` instead of exiting: what was seen, and the nearest flag that exists. ``json``: the help of
     the flag of that name; empty: there is none."""
 
+    add = argparse.ArgumentParser.add_argument
+
     def __init__(self, command: str, about: str = "", json: str = "print the result as JSON", **more: Any) -> None:
         super().__init__(prog=f"turnwise {command}", description=about, allow_abbrev=False, **more)
         if json:
@@ -68,8 +70,8 @@ class Parser(argparse.ArgumentParser):
         other = flag(OTHER_NAMES.get(name.lstrip("-").replace("-", "_"), ""))
         if other in options:
             return f"it is called {other} here"
-        hint, _, known = nearest(name, options).partition("known: ")
-        return hint.strip() or (f"known: {known}" if len(options) <= FEW_FLAGS else f"see: {self.prog} --help")
+        hint, _, listed = nearest(name, options).partition("known: ")
+        return hint.strip() or (f"known: {listed}" if len(options) <= FEW_FLAGS else f"see: {self.prog} --help")
 
 
 def flag(name: str) -> str:
@@ -83,28 +85,21 @@ def with_flags(message: str) -> str:
     '--checkpoint-every is 0; write at least 1'
     """
     name, verb, rest = message.partition(" is ")
-    known = {f.name for f in fields(Settings)} - NO_FLAGS
-    return f"{flag(name)}{verb}{rest}" if name in known else message
-
-
-def default_text(f: Field[Any]) -> str:
-    """The default of a setting as a flag's value is written."""
-    default = default_of(f)
-    return ",".join(map(str, default)) if isinstance(default, tuple | dict) else str(default)
+    with_flag = {f.name for f in fields(Settings)} - NO_FLAGS
+    return f"{flag(name)}{verb}{rest}" if name in with_flag else message
 
 
 def value_of(argv: Sequence[str], name: str) -> str:
     """The value of a flag, before the other flags are defined; empty if it is absent."""
-    words = list(argv)
-    for n, word in enumerate(words):
+    for word, following in zip(argv, [*argv[1:], ""]):
         if word == name:
-            return words[n + 1] if n + 1 < len(words) else ""
+            return following
         if word.startswith(f"{name}="):
             return word.split("=", 1)[1]
     return ""
 
 
-def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "", everything: bool = True) -> None:
+def add_settings(parser: Parser, method: str, credit: str = "", everything: bool = True) -> None:
     """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses. Unless
     ``everything`` is asked for, the help shows the settings that are ``COMMON``."""
     by_name = {f.name: f for f in fields(Settings) if f.name not in NO_FLAGS}
@@ -117,13 +112,11 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "",
         add_setting(parser, f, argparse.SUPPRESS)
     for owner, prefix, title in ((method, "method", f"hyper-parameters of {method}"),
                                  (credit, "credit", f"hyper-parameters of the credit of {credit}")):  # fmt: skip
-        hyper_parameters = parser.add_argument_group(title) if owner else parser
+        to = parser.add_argument_group(title) if owner else parser
         for name, parameter in signatures.parameters(owner).items() if owner else ():
             option = flag(name if prefix == "method" else f"credit_{name}")
             try:
-                hyper_parameters.add_argument(
-                    option, dest=f"{prefix}.{name}", metavar="X", help=f"[{parameter.default}]"
-                )
+                to.add_argument(option, dest=f"{prefix}.{name}", metavar="X", help=f"[{parameter.default}]")
             except argparse.ArgumentError:  # of a user's own recipe; a test keeps the built-in ones apart
                 raise SettingError(
                     f"{owner} has a parameter {name!r}, which is also a flag of the command; rename it"
@@ -133,10 +126,11 @@ def add_settings(parser: argparse.ArgumentParser, method: str, credit: str = "",
 def add_setting(group: Any, f: Field[Any], help_: str = "") -> None:
     """The flag of one setting. A switch needs no value (``--profile``), a list may be given by the flag repeated."""
     more: dict[str, Any] = {"nargs": "?", "const": "true"} if setting_type(f.name) is bool else {}
-    several = ""
-    if isinstance(default_of(f), tuple):
+    default, several = default_of(f), ""
+    if isinstance(default, tuple):
         more, several = {"action": "append"}, "; several: separated by commas, or the flag repeated"
-    help_ = help_ or f"{f.metadata['help']}{several} [{default_text(f)}]"
+    text = ",".join(map(str, default)) if isinstance(default, tuple | dict) else str(default)
+    help_ = help_ or f"{f.metadata['help']}{several} [{text}]"
     group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **more)
 
 
@@ -145,34 +139,22 @@ def settings_from(namespace: argparse.Namespace, method: str, credit: str = "") 
     types = {f.name: setting_type(f.name) for f in fields(Settings)}
     flags = {k: ",".join(v) if isinstance(v, list) else v for k, v in vars(namespace).items() if v is not None}
     values = {k: convert(flag(k), v, types[k]) for k, v in flags.items() if k in types and k != "method"}
-    options = {"method_options": _options(flags, "method.", method)}
-    if credit:
-        options["credit_options"] = _options(flags, "credit.", credit)
-    return {**values, "method": method, **{name: given for name, given in options.items() if given}}
+    values["method"] = method
+    for owner, prefix in ((method, "method"), (credit, "credit")):  # hyper-parameters of each
+        options = {k.partition(".")[2]: v for k, v in flags.items() if k.startswith(f"{prefix}.")}
+        if owner and (typed := signatures.typed_options(owner, options)):
+            values[f"{prefix}_options"] = typed
+    return values
 
 
-def _options(flags: Mapping[str, Any], prefix: str, method: str) -> dict[str, Any]:
-    """The hyper-parameters of one method among the flags."""
-    options = {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
-    return signatures.typed_options(method, options)
-
-
-def add_policy_flags(parser: argparse.ArgumentParser) -> None:
+def add_policy_flags(parser: Parser) -> None:
     """The flags of ``turnwise eval`` that name a served model."""
-    parser.add_argument(
-        "--policy", default="", metavar="URL", help="a served model: http://HOST/v1 (OpenAI-compatible)"
-    )
-    parser.add_argument(
-        "--policy-model", default="", metavar="NAME", help="its name there; empty: the only one it serves"
-    )
-    parser.add_argument(
-        "--policy-key-env",
-        default="",
-        metavar="VARIABLE",
-        help="environment variable that holds the key; empty: no key",
-    )
-    parser.add_argument("--policy-seconds", default="120", help="time limit of one reply, in seconds [120]")
-    parser.add_argument("--policy-parallel", default="16", help="requests under way at the same time [16]")
+    parser.add("--policy", default="", metavar="URL", help="a served model: http://HOST/v1 (OpenAI-compatible)")
+    parser.add("--policy-model", default="", metavar="NAME", help="its name there; empty: the only one it serves")
+    key = "environment variable that holds the key; empty: no key"
+    parser.add("--policy-key-env", default="", metavar="VARIABLE", help=key)
+    parser.add("--policy-seconds", default="120", help="time limit of one reply, in seconds [120]")
+    parser.add("--policy-parallel", default="16", help="requests under way at the same time [16]")
 
 
 def served_policy(namespace: argparse.Namespace) -> ServedPolicy | None:
@@ -201,7 +183,7 @@ def read_run_flags(
     command: str,
     about: str,
     argv: Sequence[str],
-    add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    add: Callable[[Parser], None] = lambda parser: None,
     positional: bool = True,
     json: str = "print what comes out as JSON",
 ) -> RunFlags:
@@ -224,8 +206,8 @@ def read_run_flags(
     parser = Parser(name, about, json, epilog=shown)
     if positional:
         parser.usage = f"turnwise {command} [METHOD] [--config FILE] [flags]"
-        parser.add_argument("method", nargs="?", metavar="METHOD", help=METHOD_HELP.format(command=command))
-    parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
+        parser.add("method", nargs="?", metavar="METHOD", help=METHOD_HELP.format(command=command))
+    parser.add("--config", default="", metavar="FILE", help=CONFIG_HELP)
     add(parser)
     add_settings(parser, method, credit, everything)
     namespace = parser.parse(argv)
@@ -238,19 +220,14 @@ def read_run_flags(
         flagged, flags["credit"] = flags.get("credit", ""), split_method(word)[1]
         if flagged not in ("", flags["credit"]):
             raise SettingError(f"{word} names the credit {flags['credit']}, and --credit is {flagged}; name one credit")
-    values = _typed_options(merge_config(file, flags), file)
-    origins = {name: file.place(name) for name in file.values} | dict.fromkeys(flags, "flag")
-    return RunFlags(namespace, values, {name: origins[name] for name in values if name in origins})
-
-
-def _typed_options(values: dict[str, Any], file: ConfigFile) -> dict[str, Any]:
-    """Hyper-parameters by the types of their method; a mistake in the file is refused with its line."""
+    values = merge_config(file, flags)
     method, credit = split_method(values.get("method", DEFAULT_METHOD))
     for name, owner in (("method_options", method), ("credit_options", values.get("credit") or credit)):
         if not values.get(name) or not owner:
             continue
         try:
             values[name] = signatures.typed_options(owner, values[name])
-        except SettingError as wrong:
+        except SettingError as wrong:  # a mistake in the file is refused with its line
             raise SettingError(f"{file.place(name)}: {wrong}" if name in file.values else str(wrong)) from None
-    return values
+    origins = {name: file.place(name) for name in file.values} | dict.fromkeys(flags, "flag")
+    return RunFlags(namespace, values, {name: origins[name] for name in values if name in origins})

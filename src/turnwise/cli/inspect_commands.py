@@ -25,7 +25,7 @@ VIEW_TEXTS = ("group", "trajectory", "method", "search")
 
 def doctor(argv: Sequence[str]) -> int:
     parser = Parser("doctor", "Say what is wrong with a run, the most probable cause first.")
-    parser.add_argument("run", help="a run directory; the run may still be going on")
+    parser.add("run", help="a run directory; the run may still be going on")
     namespace = parser.parse(argv)
     from turnwise.inspector.doctor import diagnose
 
@@ -38,11 +38,11 @@ def replay(argv: Sequence[str]) -> int:
     parser = Parser(
         "replay", "Take a step again from the nearest checkpoint before it, and compare it with what the run recorded."
     )
-    parser.add_argument("run", help="a run directory; it is only read")
-    parser.add_argument("--step", type=int, required=True, help="the step, counted from 1 as in metrics.jsonl")
-    parser.add_argument("--method", default="", help="take it also with this method, from the same weights and draws")
-    parser.add_argument("--until", type=int, default=0, help="with --method: go on up to this step [the step itself]")
-    parser.add_argument("--keep", default="", metavar="FOLDER", help="keep the replayed run in this new folder")
+    parser.add("run", help="a run directory; it is only read")
+    parser.add("--step", type=int, required=True, help="the step, counted from 1 as in metrics.jsonl")
+    parser.add("--method", default="", help="take it also with this method, from the same weights and draws")
+    parser.add("--until", type=int, default=0, help="with --method: go on up to this step [the step itself]")
+    parser.add("--keep", default="", metavar="FOLDER", help="keep the replayed run in this new folder")
     namespace = parser.parse(argv)
     from turnwise.inspector.replay.replay import replay_step
 
@@ -55,8 +55,8 @@ def replay(argv: Sequence[str]) -> int:
 
 def bisect(argv: Sequence[str]) -> int:
     parser = Parser("bisect", "Find the first difference of two runs. Exact: no tolerance.")
-    parser.add_argument("left", help="a run directory")
-    parser.add_argument("right", help="another run directory")
+    parser.add("left", help="a run directory")
+    parser.add("right", help="another run directory")
     namespace = parser.parse(argv)
     from turnwise.inspector.replay.divergence import bisect_runs
 
@@ -89,14 +89,9 @@ def compare(argv: Sequence[str]) -> int:
 def sweep(argv: Sequence[str]) -> int:
     """``turnwise sweep METHOD --grid lr=1e-4,3e-4 --grid group_size=4,8``"""
 
-    def own_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--grid",
-            action="append",
-            default=[],
-            metavar="NAME=A,B",
-            help="values of one setting; repeat it for more settings",
-        )
+    def own_flags(parser: Parser) -> None:
+        text = "values of one setting; repeat it for more settings"
+        parser.add("--grid", action="append", default=[], metavar="NAME=A,B", help=text)
         _comparison_flags(parser)
 
     run = read_run_flags("sweep", "Compare a grid of settings.", argv, own_flags)
@@ -111,11 +106,11 @@ def sweep(argv: Sequence[str]) -> int:
     return _live(grid_variants(grid), run)
 
 
-def _comparison_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=20.0, help="no new seed is begun that would end later [20]")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds at most, fixed before the first look [5]")
-    parser.add_argument("--alpha", type=float, default=0.05, help="probability of any wrong statement, at most [0.05]")
-    parser.add_argument("--plot", default="", metavar="FILE", help="write a picture of all seeds")
+def _comparison_flags(parser: Parser) -> None:
+    parser.add("--minutes", type=float, default=20.0, help="no new seed is begun that would end later [20]")
+    parser.add("--seeds", type=int, default=5, help="seeds at most, fixed before the first look [5]")
+    parser.add("--alpha", type=float, default=0.05, help="probability of any wrong statement, at most [0.05]")
+    parser.add("--plot", default="", metavar="FILE", help="write a picture of all seeds")
 
 
 def _live(variants: Sequence[Any], run: RunFlags) -> int:
@@ -140,9 +135,9 @@ def audit(argv: Sequence[str]) -> int:
         "audit",
         "Compare another trainer's loss, or a batch it dumped, with the recipe in float64; print what deviates.",
     )
-    parser.add_argument("subject", help="trl, verl, or a .npz, .json or .safetensors file with logp, old_logp, mask, advantages, "
+    parser.add("subject", help="trl, verl, or a .npz, .json or .safetensors file with logp, old_logp, mask, advantages, "
                         "and where they were dumped reference, reward, group, loss, gradient")  # fmt: skip
-    parser.add_argument("--method", default="grpo", help="the recipe that a dumped batch is compared with [grpo]")
+    parser.add("--method", default="grpo", help="the recipe that a dumped batch is compared with [grpo]")
     namespace = parser.parse(argv)
     signatures.check_method(namespace.method)
     from turnwise.inspector.audit.report import audit_batch
@@ -161,11 +156,11 @@ def probe_reward(argv: Sequence[str]) -> int:
         "Attack an environment's reward with scripted adversaries, a search and the tiny model, and show the "
         "best-paid behaviours that its oracle, its info['success'] or your check calls wrong. Exit status 1 if there are any.",
     )
-    parser.add_argument("environment", help="a name of `turnwise environments`, module:Class or file.py:Class")
-    parser.add_argument("--minutes", type=float, default=2.0, help="time at most [2]")
-    parser.add_argument("--check", default="", metavar="FILE.PY:FUNCTION",
+    parser.add("environment", help="a name of `turnwise environments`, module:Class or file.py:Class")
+    parser.add("--minutes", type=float, default=2.0, help="time at most [2]")
+    parser.add("--check", default="", metavar="FILE.PY:FUNCTION",
                         help="(env, messages) -> bool: is a finished episode right? Replaces info['success']")  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="search and train although something was found before")
+    parser.add("--all", action="store_true", help="search and train although something was found before")
     namespace = parser.parse(argv)
     from turnwise.config.named_object import load_object
     from turnwise.inspector.probe.probe import probe_reward as probe
@@ -186,8 +181,8 @@ def status(argv: Sequence[str]) -> int:
         "it has ended, and after it was killed. Exit status 1 if it is stuck, failed or was killed.",
         "print everything as JSON; with --watch one line for each look",
     )
-    parser.add_argument("run", help="a run directory")
-    parser.add_argument("--watch", action="store_true", help="look again every two seconds, until the run has ended")
+    parser.add("run", help="a run directory")
+    parser.add("--watch", action="store_true", help="look again every two seconds, until the run has ended")
     namespace = parser.parse(argv)
     from turnwise.training.watch import newest_messages, read_state, status_text
 
@@ -211,18 +206,16 @@ def view(argv: Sequence[str]) -> int:
         "have done, siblings, where prompts and seconds went. Read only; reachable from this machine only.",
         "print one view as JSON instead of serving",
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories, or folders of runs [runs]")
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: any free one [0]")
-    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    parser.add("runs", nargs="*", metavar="RUN", help="run directories, or folders of runs [runs]")
+    parser.add("--port", type=int, default=0, help="port on 127.0.0.1; 0: any free one [0]")
+    parser.add("--no-browser", action="store_true", help="only print the address")
     names = "overview, why, what-if, siblings, gradient, policy, prompts, waits, tasks, reward, step, search"
-    parser.add_argument("--view", default="overview", help=f"the view of --json and --export: {names} [overview]")
-    parser.add_argument(
-        "--export", default="", metavar="FILE", help="write one view as one HTML file instead of serving"
-    )
+    parser.add("--view", default="overview", help=f"the view of --json and --export: {names} [overview]")
+    parser.add("--export", default="", metavar="FILE", help="write one view as one HTML file instead of serving")
     for name in VIEW_NUMBERS:
-        parser.add_argument(f"--{name}", default="", metavar="N", help=f"{name} of the view")
+        parser.add(f"--{name}", default="", metavar="N", help=f"{name} of the view")
     for name in VIEW_TEXTS:
-        parser.add_argument(f"--{name}", default="", metavar=name[0].upper(), help=f"{name} of the view")
+        parser.add(f"--{name}", default="", metavar=name[0].upper(), help=f"{name} of the view")
     namespace = parser.parse(argv)
     from turnwise.inspector.page import serving
     from turnwise.inspector.page.blocks import ViewQuery

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from turnwise import __version__
-from turnwise.cli import catalogue_commands, inspect_commands, run_commands, serve_commands
+from turnwise.cli import catalogue_commands as catalogue
+from turnwise.cli import inspect_commands as looks
+from turnwise.cli import run_commands as runs
+from turnwise.cli import serve_commands as serving
 from turnwise.cli.flags import with_flags
 from turnwise.config.named_object import import_from_current_folder
 from turnwise.core.text import printable
@@ -15,63 +18,57 @@ from turnwise.errors import SettingError, TurnwiseError, nearest
 from turnwise.models.trust import FLAG, trust_remote_code
 
 TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (run_commands.train, "train an agent (turnwise train --help all shows every setting)"),
-    "resume": (run_commands.resume, "continue a stopped run, or extend one (--steps)"),
-    "config": (run_commands.config, "print the effective settings, or those of a run, as a config file"),
-    "eval": (run_commands.evaluate, "evaluate a run, a model, a served model or a scripted policy on held-out tasks"),
-    "endpoint": (serve_commands.endpoint, "serve the policy of a run to agents, over HTTP, until interrupted"),
-    "serve": (serve_commands.serve, "sample for runs by HTTP (`turnwise train --generator URL`), until interrupted"),
-    "launch": (
-        serve_commands.launch,
-        "print files that start servers and a run on Slurm or Kubernetes (not run there)",
-    ),
+    "train": (runs.train, "train an agent (turnwise train --help all shows every setting)"),
+    "resume": (runs.resume, "continue a stopped run, or extend one (--steps)"),
+    "config": (runs.config, "print the effective settings, or those of a run, as a config file"),
+    "eval": (runs.evaluate, "evaluate a run, a model, a served model or a scripted policy on held-out tasks"),
+    "endpoint": (serving.endpoint, "serve the policy of a run to agents, over HTTP, until interrupted"),
+    "serve": (serving.serve, "sample for runs by HTTP (`turnwise train --generator URL`), until interrupted"),
+    "launch": (serving.launch, "print files that start servers and a run on Slurm or Kubernetes (not run there)"),
     "environments": (
-        catalogue_commands.list_environments,
+        catalogue.list_environments,
         "list the environments: built in, installed, and how to install the rest",
     ),
-    "list": (catalogue_commands.list_methods, "list all methods"),
-    "explain": (catalogue_commands.explain, "describe one method: equation, paper, slots, hyper-parameters"),
-    "diff": (catalogue_commands.diff, "compare two methods slot by slot"),
-    "check-env": (catalogue_commands.check_env, "test an environment by playing it and report its problems"),
+    "list": (catalogue.list_methods, "list all methods"),
+    "explain": (catalogue.explain, "describe one method: equation, paper, slots, hyper-parameters"),
+    "diff": (catalogue.diff, "compare two methods slot by slot"),
+    "check-env": (catalogue.check_env, "test an environment by playing it and report its problems"),
     "check-agent": (
-        run_commands.check_agent,
+        runs.check_agent,
         "try an agent with scripted policies in place of a model and report its problems",
     ),
     "check-method": (
-        catalogue_commands.check_method,
+        catalogue.check_method,
         "test a method's gradient, invariances and finiteness on synthetic trajectories",
     ),
-    "export": (
-        run_commands.export,
-        "write episodes of a run, or of an environment's scripted policies, as training rows",
-    ),
-    "push": (run_commands.push, "upload the model of a finished run, or its adapter, with a model card"),
-    "model": (catalogue_commands.model, "download a model by name, or list the available ones"),
+    "export": (runs.export, "write episodes of a run, or of an environment's scripted policies, as training rows"),
+    "push": (runs.push, "upload the model of a finished run, or its adapter, with a model card"),
+    "model": (catalogue.model, "download a model by name, or list the available ones"),
     "bench": (
-        catalogue_commands.bench,
+        catalogue.bench,
         "measure generation, learning and whole steps here, against other libraries and hardware limits",
     ),
-    "status": (inspect_commands.status, "say what a run is doing: who waits for whom, throughput, what holds it up"),
+    "status": (looks.status, "say what a run is doing: who waits for whom, throughput, what holds it up"),
     "view": (
-        inspect_commands.view,
+        looks.view,
         "open a local page about runs: curves, why a token got its gradient, what another method would have done",
     ),
-    "doctor": (inspect_commands.doctor, "say what is wrong with a run, with evidence and the setting to change"),
-    "replay": (inspect_commands.replay, "take one step of a run again, bit for bit or with another method"),
+    "doctor": (looks.doctor, "say what is wrong with a run, with evidence and the setting to change"),
+    "replay": (looks.replay, "take one step of a run again, bit for bit or with another method"),
     "compare": (
-        inspect_commands.compare,
+        looks.compare,
         "compare methods, or finished runs: paired seeds, equal token budgets, a stated error rate",
     ),
-    "sweep": (inspect_commands.sweep, "the same over a grid of settings"),
+    "sweep": (looks.sweep, "the same over a grid of settings"),
     "audit": (
-        inspect_commands.audit,
+        looks.audit,
         "print where the losses of TRL or verl, or a dumped batch, deviate from the recipe in float64",
     ),
     "probe-reward": (
-        inspect_commands.probe_reward,
+        looks.probe_reward,
         "attack an environment's reward and show the best-paid behaviour that is wrong",
     ),
-    "bisect": (inspect_commands.bisect, "name the first step, task, token and field at which two runs part"),
+    "bisect": (looks.bisect, "name the first step, task, token and field at which two runs part"),
 }
 FUNCTIONS = {name: function for name, (function, _) in TABLE.items()}
 COMMANDS = {name: about for name, (_, about) in TABLE.items()}
@@ -135,13 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def explain_scarcity(error: BaseException) -> str:
     """What ran out, and what to write instead; empty for an error of another kind."""
-    return next(filter(None, map(_explain_one, _chain(error))), "")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if reason := _explain_one(cause):
+            return reason
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _explain_one(error: BaseException) -> str:

@@ -28,8 +28,8 @@ from turnwise.core.text import printable
 def train(argv: Sequence[str]) -> int:
     """``turnwise train``"""
 
-    def own_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
+    def own_flags(parser: Parser) -> None:
+        parser.add(
             "--dry-run",
             action="store_true",
             help="validate the settings, take a few training steps (3, with --staleness k 3 (k + 1), at most 33), estimate time "
@@ -62,12 +62,12 @@ def resume(argv: Sequence[str]) -> int:
         "Continue a stopped run, or extend one: turnwise resume RUN --steps 200. Only the settings below "
         "can change; the learning-rate schedule then spans the new number of steps.",
     )
-    parser.add_argument("run", help="the run directory")
+    parser.add("run", help="the run directory")
     from turnwise.training.resume import CHANGEABLE
 
     for f in fields(Settings):  # every setting is parsed, so that one that cannot change is refused with the reason
         help_ = f"{f.metadata['help']} [as before]" if f.name in CHANGEABLE else argparse.SUPPRESS
-        parser.add_argument(flag(f.name), dest=f.name, metavar="X", default=None, nargs="?", const="true", help=help_)
+        parser.add(flag(f.name), dest=f.name, metavar="X", default=None, nargs="?", const="true", help=help_)
     namespace = parser.parse(argv)
     changes = {f.name: getattr(namespace, f.name) for f in fields(Settings) if getattr(namespace, f.name) is not None}
     from turnwise.training import api
@@ -83,8 +83,8 @@ def resume(argv: Sequence[str]) -> int:
 def check_agent(argv: Sequence[str]) -> int:
     """``turnwise check-agent``"""
 
-    def own_flags(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--episodes", type=int, default=8, help="tasks to play with each policy [8]")
+    def own_flags(parser: Parser) -> None:
+        parser.add("--episodes", type=int, default=8, help="tasks to play with each policy [8]")
 
     about = "Try an agent with scripted policies in place of a model, and report its problems."
     run = read_run_flags("check-agent", about, argv, own_flags)
@@ -132,7 +132,7 @@ def config(argv: Sequence[str]) -> int:
 
 def _config_of_run(argv: Sequence[str]) -> int:
     parser = Parser("config", "Print the settings of a run as a config file.")
-    parser.add_argument("run", help="a run directory, or a method followed by flags")
+    parser.add("run", help="a run directory, or a method followed by flags")
     namespace = parser.parse(argv)
     from turnwise.config.files import render_config
     from turnwise.store.rundir import RunDir
@@ -145,15 +145,13 @@ def _config_of_run(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     parser = Parser("eval", "Evaluate on held-out tasks.")
-    parser.add_argument("run", nargs="?", default="", help="a run directory; or use --model, --policy or --player")
-    parser.add_argument(
-        "--player", default="", help="scripted policy instead of a model: oracle, random or demonstrator"
-    )
+    parser.add("run", nargs="?", default="", help="a run directory; or use --model, --policy or --player")
+    parser.add("--player", default="", help="scripted policy instead of a model: oracle, random or demonstrator")
     add_policy_flags(parser)
-    parser.add_argument("--split", default="held_out", help="held_out or train")
-    parser.add_argument("--save", default="", metavar="FILE", help="write the result and one episode per task as JSON")
+    parser.add("--split", default="held_out", help="held_out or train")
+    parser.add("--save", default="", metavar="FILE", help="write the result and one episode per task as JSON")
     add_settings(parser, DEFAULT_METHOD)
-    parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
+    parser.add("--config", default="", metavar="FILE", help=CONFIG_HELP)
     namespace = parser.parse(argv)
     from turnwise.training.evaluation import compare_policies, evaluate_policy
 
@@ -177,13 +175,11 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     parser = Parser("export", "Write episodes as training rows.", json="")
-    parser.add_argument("source", help="a run directory; or an environment, whose scripted policies then act")
-    parser.add_argument("file", help="a new .jsonl file")
-    parser.add_argument(
-        "--as", dest="form", default="pairs", help="pairs (best and worst of a group) or demos (successes)"
-    )
-    parser.add_argument("--tasks", type=int, default=200, help="number of tasks that scripted policies play [200]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of these tasks [0]")
+    parser.add("source", help="a run directory; or an environment, whose scripted policies then act")
+    parser.add("file", help="a new .jsonl file")
+    parser.add("--as", dest="form", default="pairs", help="pairs (best and worst of a group) or demos (successes)")
+    parser.add("--tasks", type=int, default=200, help="number of tasks that scripted policies play [200]")
+    parser.add("--seed", type=int, default=0, help="seed of these tasks [0]")
     namespace = parser.parse(argv)
     from turnwise.cli import sharing
 
@@ -194,15 +190,11 @@ def export(argv: Sequence[str]) -> int:
 
 def push(argv: Sequence[str]) -> int:
     parser = Parser("push", "Upload the model of a run with its card.", json="")
-    parser.add_argument("run", help="a finished run")
-    parser.add_argument("name", help="the repository: owner/name")
-    parser.add_argument(
-        "--part", default="auto", help="model, adapter, or auto: the adapter where one was trained [auto]"
-    )
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument(
-        "--dry-run", default="", metavar="FOLDER", help="write what would be uploaded to this new folder"
-    )
+    parser.add("run", help="a finished run")
+    parser.add("name", help="the repository: owner/name")
+    parser.add("--part", default="auto", help="model, adapter, or auto: the adapter where one was trained [auto]")
+    parser.add("--private", action="store_true", help="make a new repository private")
+    parser.add("--dry-run", default="", metavar="FOLDER", help="write what would be uploaded to this new folder")
     namespace = parser.parse(argv)
     from turnwise.cli import sharing
 

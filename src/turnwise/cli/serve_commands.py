@@ -33,11 +33,9 @@ def endpoint(argv: Sequence[str]) -> int:
         "Serve the policy of a run by the chat completions, Responses and Anthropic Messages protocols. Agents on "
         "other machines need a token, read from the variable TURNWISE_ENDPOINT_TOKEN.",
     )
-    parser.add_argument("run", help="the run directory")
-    parser.add_argument(
-        "--address", default="127.0.0.1:8700", metavar="HOST:PORT", help="where to listen [127.0.0.1:8700]"
-    )
-    parser.add_argument("--seconds", type=float, default=3600.0, help="how long a session may stay open [3600]")
+    parser.add("run", help="the run directory")
+    parser.add("--address", default="127.0.0.1:8700", metavar="HOST:PORT", help="where to listen [127.0.0.1:8700]")
+    parser.add("--seconds", type=float, default=3600.0, help="how long a session may stay open [3600]")
     namespace = parser.parse(argv)
     from turnwise.training.agents import TOKEN_VARIABLE, certificate_lines
     from turnwise.training.serve import serve_run
@@ -61,13 +59,11 @@ def serve(argv: Sequence[str]) -> int:
         "Sample for `turnwise train --generator URL` by vLLM's own wire: token ids in, token ids out, pauses, weights. The "
         "trainer sends the weights. Trainers on other machines need a token, read from the variable TURNWISE_ENDPOINT_TOKEN.",
     )
-    parser.add_argument(
+    parser.add(
         "model",
         help="a folder in Hugging Face format, a Hub id, a run directory, or tiny (with the run's --env and --difficulty)",
     )
-    parser.add_argument(
-        "--address", default="127.0.0.1:8800", metavar="HOST:PORT", help="where to listen [127.0.0.1:8800]"
-    )
+    parser.add("--address", default="127.0.0.1:8800", metavar="HOST:PORT", help="where to listen [127.0.0.1:8800]")
     group = parser.add_argument_group("settings")
     for f in fields(Settings):
         if f.name in OF_SERVERS:
@@ -91,15 +87,17 @@ def launch(argv: Sequence[str]) -> int:
     if not argv or argv[0].startswith("-"):
         about = f"{LAUNCH_ABOUT} All flags: turnwise launch slurm --help"
         parser = Parser("launch", about, json="", usage=USAGE)
-        parser.add_argument("kind", help="slurm or k8s")
+        parser.add("kind", help="slurm or k8s")
         parser.parse(argv)
     if argv[0] not in KINDS:
         raise SettingError(f"no kind of cluster {argv[0]!r}; {nearest(argv[0], KINDS)}")
     from turnwise.training.cluster.job_files import NOT_RUN, ClusterJob, kubernetes_file, slurm_script
 
-    own, train = _split(argv[1:])
-    run = read_run_flags(f"launch {argv[0]}", LAUNCH_ABOUT, train if own is not None else argv[1:], _own_flags, json="")
-    assert own is not None  # --help has ended the program
+    job_flags, train = _split(argv[1:])
+    run = read_run_flags(
+        f"launch {argv[0]}", LAUNCH_ABOUT, train if job_flags is not None else argv[1:], _own_flags, json=""
+    )
+    assert job_flags is not None  # --help has ended the program
     settings = Settings.of(run.values)
     if named := [name for name in GIVEN_BY_LAUNCH if name in run.origins]:
         raise SettingError(f"{flag(named[0])} is written by launch, for the servers that it starts; leave it out")
@@ -115,35 +113,22 @@ def launch(argv: Sequence[str]) -> int:
         out=settings.out,
         ranks=settings.ranks,
         on_gpus=not settings.device.startswith("cpu"),
-        **vars(own),
+        **vars(job_flags),
     )
     print({"slurm": slurm_script, "k8s": kubernetes_file}[argv[0]](job), end="")
     print(f"turnwise: nothing was submitted. {NOT_RUN}", file=sys.stderr)
     return 0
 
 
-def _own_flags(parser: argparse.ArgumentParser) -> None:
+def _own_flags(parser: Parser) -> None:
+    from turnwise.training.cluster.job_files import ClusterJob
+
     group = parser.add_argument_group("cluster")
     group.add_argument("--dry-run", action="store_true", help="print the file; there is no other way")
-    group.add_argument("--servers", type=int, default=1, help="generator servers, each with one GPU [1]")
-    group.add_argument(
-        "--nodes", type=int, default=1, help="machines among which torchrun divides the ranks of the trainer [1]"
-    )
-    group.add_argument("--cpus", type=int, default=8, help="processor cores of each server and rank [8]")
-    group.add_argument(
-        "--memory", type=int, default=64, help="GiB of memory of each server, and of each machine of the trainer [64]"
-    )
-    group.add_argument("--hours", type=int, default=24, help="time limit [24]")
-    group.add_argument("--port", type=int, default=8800, help="of the first server [8800]")
-    group.add_argument(
-        "--setup", default="", help="slurm: a shell command before the first `turnwise`, such as source FILE"
-    )
-    group.add_argument("--partition", default="", help="slurm: of both parts of the job")
-    group.add_argument("--account", default="", help="slurm")
-    group.add_argument("--image", default="", help="k8s: a container image with turnwise and curl")
-    group.add_argument(
-        "--claim", default="turnwise", help="k8s: a volume claim that many pods write, mounted at /shared"
-    )
+    for f in fields(ClusterJob):
+        if f.metadata:
+            text = f"{f.metadata['help']} [{f.default}]" if f.default else f.metadata["help"]
+            group.add_argument(flag(f.name), type=type(f.default), default=f.default, help=text)
 
 
 def _split(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
@@ -152,9 +137,9 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace | None, list[str]]:
         return None, []
     parser = Parser("launch", json="", add_help=False)
     _own_flags(parser)
-    own, train = parser.parse_known_args(list(argv))
-    del own.dry_run
-    return own, train
+    job_flags, train = parser.parse_known_args(list(argv))
+    del job_flags.dry_run
+    return job_flags, train
 
 
 def _serve_words(settings: Settings, run: RunFlags) -> list[str]:
@@ -169,10 +154,9 @@ def _serve_words(settings: Settings, run: RunFlags) -> list[str]:
 
 def _without(words: Sequence[str], name: str) -> list[str]:
     """The words without one flag and its value: launch gives it again."""
-    kept: list[str] = []
-    skip = False
+    rest, skip = list[str](), False
     for word in words:
         if not skip and word != name and not word.startswith(f"{name}="):
-            kept.append(word)
+            rest.append(word)
         skip = word == name and not skip
-    return kept
+    return rest

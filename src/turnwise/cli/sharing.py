@@ -63,7 +63,7 @@ def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
     async def play_all(numbers: range) -> list[Group]:
         return list(await asyncio.gather(*(play(n, supply.draw(n)) for n in numbers)))
 
-    for start in range(0, count, CONCURRENT_TASKS):
+    for start in range(0, count, CONCURRENT_TASKS):  # in waves: all at once would hold every environment open
         yield from asyncio.run(play_all(range(start, min(count, start + CONCURRENT_TASKS))))
 
 
@@ -113,12 +113,8 @@ def _upload(folder: Path, name: str, private: bool) -> str:
     api: Any = HfApi()
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=name,
-            folder_path=str(folder),
-            ignore_patterns=[MANIFEST],
-            commit_message="Model trained by Turnwise",
-        )
+        text = "Model trained by Turnwise"
+        api.upload_folder(repo_id=name, folder_path=str(folder), ignore_patterns=[MANIFEST], commit_message=text)
     except (HfHubHTTPError, OSError) as fault:
         raise StoreError(f"the hub did not accept {name}: {str(fault).strip().splitlines()[0]}") from fault
     return f"{hub_address()}/{name}"

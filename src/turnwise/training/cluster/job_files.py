@@ -12,7 +12,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -28,6 +28,11 @@ PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150"
 LAST_PORT = 65_535
 
 
+def _flag(default: Any, text: str) -> Any:
+    """What ``turnwise launch`` has a flag for."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class ClusterJob:
     """What to start. ``train`` and ``serve`` are the words after ``turnwise train`` and ``turnwise serve``."""
@@ -36,19 +41,19 @@ class ClusterJob:
     train: Sequence[str]
     serve: Sequence[str]
     out: str = "runs"
-    servers: int = 1
     ranks: int = 1
-    nodes: int = 1  # machines among which the ranks are divided
     on_gpus: bool = True
-    cpus: int = 8
-    memory: int = 64  # GiB of each machine's share
-    hours: int = 24
-    port: int = 8800
-    setup: str = ""  # a shell command that makes `turnwise` available
-    partition: str = ""
-    account: str = ""
-    image: str = ""
-    claim: str = "turnwise"
+    servers: int = _flag(1, "generator servers, each with one GPU")
+    nodes: int = _flag(1, "machines among which torchrun divides the ranks of the trainer")
+    cpus: int = _flag(8, "processor cores of each server and rank")
+    memory: int = _flag(64, "GiB of memory of each server, and of each machine of the trainer")
+    hours: int = _flag(24, "time limit")
+    port: int = _flag(8800, "of the first server")
+    setup: str = _flag("", "slurm: a shell command before the first `turnwise`, such as source FILE")
+    partition: str = _flag("", "slurm: of both parts of the job")
+    account: str = _flag("", "slurm")
+    image: str = _flag("", "k8s: a container image with turnwise and curl")
+    claim: str = _flag("turnwise", "k8s: a volume claim that many pods write, mounted at /shared")
 
     def __post_init__(self) -> None:
         for name in ("servers", "nodes", "cpus", "memory", "hours", "port"):
@@ -287,10 +292,11 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
     if job.nodes > 1:
         trainer["spec"]["subdomain"] = trainer_name
         training |= {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes}
-        found = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {**labels, "part": "trainer"}}
-        found["ports"] = [{"name": "torchrun", "port": job.torchrun_port}]
+        # the pods find each other by name before they are ready: torchrun meets before anything answers
+        meet = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {**labels, "part": "trainer"}}
+        meet["ports"] = [{"name": "torchrun", "port": job.torchrun_port}]
         several = [
-            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": trainer_name, "labels": labels}, "spec": found}
+            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": trainer_name, "labels": labels}, "spec": meet}
         ]
     return [
         *several,
