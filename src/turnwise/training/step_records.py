@@ -1,4 +1,5 @@
-"""Records what each update computes for its tokens: advantage, log-probability, entropy, gate, weight and gradient.
+"""What a step leaves behind: the numbers that each update computes for its tokens (advantage, log-probability, entropy, gate,
+weight, gradient), and metrics of its batch of rollouts.
 
 ``TokenRecorder.watch`` wraps an objective. The wrapper passes every call on and only looks at detached copies of the results,
 so the weights of a run do not depend on it. Numbers stay on the device until the ledger writes them, which is while the next
@@ -58,23 +59,31 @@ class TokenRecorder:
     def columns(self) -> list[TokenColumns]:
         """The updates as the ledger stores them. An update is left out if each of its tokens was already trained on by an
         earlier one: a second epoch would double the size."""
-        order = {t.id: None for group in self.groups for t in group.trajectories}
+        order = [t.id for group in self.groups for t in group.trajectories]
         groups = tuple((group.id, tuple(t.id for t in group.trajectories)) for group in self.groups)
-        kept: list[TokenColumns] = []
-        trained: dict[str, Tensor] = {}
+        stored: list[TokenColumns] = []
+        trained: dict[str, Tensor] = {}  # by trajectory: its tokens that an update before this one trained on
         for position, micro_batches in enumerate(self.updates):
-            rows = _by_trajectory(micro_batches)
-            new = [_merge(trained, name, row["weight"] != 0) for name, row in rows.items()]
-            if kept and not any(new):
+            rows: dict[str, dict[str, Tensor]] = {}  # the columns of each trajectory, on the host
+            for record in micro_batches:
+                parts = {name: x.cpu().split(record.sizes.tolist()) for name, x in record.values.items()}
+                for index, trajectory in enumerate(record.trajectories):
+                    rows[trajectory] = {name: parts[name][index] for name in parts}
+            new = False
+            for trajectory, row in rows.items():
+                now, before = row["weight"] != 0, trained.get(trajectory)
+                new |= before is None or bool((now & ~before).any())
+                trained[trajectory] = now if before is None else now | before
+            if stored and not new:
                 continue
-            ids = [name for name in order if name in rows]
+            ids = [name for name in dict.fromkeys(order) if name in rows]
             names = list(rows[ids[0]]) if ids else []
             columns = {name: torch.cat([rows[i][name] for i in ids]).numpy() for name in names}
             sizes = tuple(len(rows[i]["weight"]) for i in ids)
-            head: dict[str, Any] = {} if kept else {"groups": groups, "memory": self.memory}
-            kept.append(TokenColumns(self.step, position, tuple(ids), sizes, columns, **head))
+            head: dict[str, Any] = {} if stored else {"groups": groups, "memory": self.memory}
+            stored.append(TokenColumns(self.step, position, tuple(ids), sizes, columns, **head))
         self.updates.clear()
-        return kept
+        return stored
 
 
 @dataclass(frozen=True)
@@ -136,27 +145,6 @@ def token_values(
     measured = {key: f for key, f in batch.columns.items() if isinstance(key, Signal) and key not in policy}
     values |= {str(signal): token(f) for signal, f in measured.items() if f.level <= TRAJECTORY}
     return values | {str(name): token(batch[name]) for name in STEP_COLUMNS if name in batch.columns}
-
-
-def _by_trajectory(micro_batches: Sequence[MicroBatchRecord]) -> dict[str, dict[str, Tensor]]:
-    """The columns of each trajectory, on the host."""
-    rows: dict[str, dict[str, Tensor]] = {}
-    for record in micro_batches:
-        sizes = record.sizes.tolist()
-        columns = {name: x.cpu().split(sizes) for name, x in record.values.items()}
-        for index, trajectory in enumerate(record.trajectories):
-            rows[trajectory] = {name: parts[index] for name, parts in columns.items()}
-    return rows
-
-
-def _merge(trained: dict[str, Tensor], trajectory: str, now: Tensor) -> bool:
-    """Add the tokens trained on now; whether one of them, or the trajectory, is new."""
-    before = trained.get(trajectory)
-    trained[trajectory] = now if before is None else now | before
-    return before is None or bool((now & ~before).any())
-
-
-__all__ = ["RecordedObjective", "TokenRecorder", "token_values"]
 
 
 # ------------------------------------------------ metrics of a batch of rollouts

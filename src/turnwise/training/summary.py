@@ -131,15 +131,30 @@ def write_cards(run_dir: RunDir, settings: Settings, summary: Mapping[str, Any])
 
 def card(settings: Settings, summary: Mapping[str, Any], folder: Path) -> str:
     """The text of the card. ``folder``: that of the model, or of its adapter."""
-    is_adapter = (folder / "adapter_config.json").is_file()
+    is_adapter, base = (folder / "adapter_config.json").is_file(), settings.model.name
+    licence = base_licence(base)
+    front = ["---", "library_name: " + ("peft" if is_adapter else "transformers"), "pipeline_tag: text-generation"]
+    front += [f"license: {licence}"] * bool(licence)
+    front += [f"base_model: {base}"] * ("/" in base and not Path(base).exists())  # a Hub id, not a folder
     exactness = [f"- {line}\n" for line in certificate_lines(summary["exactness"])] if "exactness" in summary else []
     changed = [
         f"| `{f.name}` | `{printable_line(str(getattr(settings, f.name)))}` |\n"
         for f in fields(settings)
         if f.name not in LOCAL and getattr(settings, f.name) != default_of(f)
     ]
+    limits = [
+        f"- It was trained and measured on `{printable_line(settings.env)}` only; nothing is known about other tasks.",
+        f"- One run, one seed ({summary['seed']}); the intervals do not cover the spread between runs.",
+        "- Rewards can be gamed: read transcripts before you rely on the numbers.",
+    ]
+    if settings.model.tiny:
+        limits.append(
+            "- A model of about a million parameters with a vocabulary made for this environment. It speaks no language."
+        )
+    elif not licence:
+        limits.append("- The licence of the base model is not known here; look it up before you pass this model on.")
     parts = [
-        _front_matter(settings, is_adapter),
+        "\n".join([*front, "tags:", "- turnwise", "- reinforcement-learning", "---\n"]),
         f"# {printable_line(str(settings.model))} trained with {settings.title} on {printable_line(settings.env)}\n",
         f"Trained by Turnwise for {summary['steps']} steps, seed {summary['seed']}, "
         f"{summary['tokens']} sampled tokens.\n",
@@ -149,7 +164,7 @@ def card(settings: Settings, summary: Mapping[str, Any], folder: Path) -> str:
         f"![Curves of the run]({PICTURE})\n" if (folder / PICTURE).is_file() else "",
         f"## How to load\n\n```python\n{LOAD_ADAPTER if is_adapter else LOAD_MODEL}```\n",
         "## Settings\n\nThose that differ from their defaults:\n\n| setting | value |\n|---|---|\n" + "".join(changed),
-        "## Limits\n\n" + _limits(settings, summary),
+        "## Limits\n\n" + "\n".join(limits) + "\n",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -165,16 +180,6 @@ def base_licence(model: str) -> str:
         r"^license:\s*['\"]?([\w.-]+)", readme.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
     )
     return match[1] if match else ""
-
-
-def _front_matter(settings: Settings, is_adapter: bool) -> str:
-    lines = ["---", "library_name: " + ("peft" if is_adapter else "transformers"), "pipeline_tag: text-generation"]
-    if licence := base_licence(settings.model.name):
-        lines.append(f"license: {licence}")
-    base = settings.model.name
-    if "/" in base and not Path(base).exists():
-        lines.append(f"base_model: {base}")
-    return "\n".join([*lines, "tags:", "- turnwise", "- reinforcement-learning", "---\n"])
 
 
 def _method(settings: Settings) -> str:
@@ -203,18 +208,3 @@ def _result(summary: Mapping[str, Any]) -> str:
             rows.append(f"| {name} | {cells[0]} | {cells[1]} |")
     measured = f"Measured on {summary['measured']}"
     return f"{measured}, {after.get('tasks', 0)} of them; intervals cover 95 %.\n\n" + "\n".join(rows) + "\n"
-
-
-def _limits(settings: Settings, summary: Mapping[str, Any]) -> str:
-    lines = [
-        f"- It was trained and measured on `{printable_line(settings.env)}` only; nothing is known about other tasks.",
-        f"- One run, one seed ({summary['seed']}); the intervals do not cover the spread between runs.",
-        "- Rewards can be gamed: read transcripts before you rely on the numbers.",
-    ]
-    if not settings.model.tiny and not base_licence(settings.model.name):
-        lines.append("- The licence of the base model is not known here; look it up before you pass this model on.")
-    if settings.model.tiny:
-        lines.append(
-            "- A model of about a million parameters with a vocabulary made for this environment. It speaks no language."
-        )
-    return "\n".join(lines) + "\n"
