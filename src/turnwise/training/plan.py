@@ -72,12 +72,8 @@ PROMPT, REPLY = 256, 64  # tokens to expect of a first prompt and of an environm
 MAX_CONTEXT = 4096
 LARGE = 50_000_000  # parameters from which a micro-batch on a CPU is made smaller
 SECOND_STREAM = 1_000_003  # added to the seed: tokenizer corpus and cold start play other tasks than the run
-GPU_FILES = (
-    "nvidia[0-9]*",
-    "nvhost-*",
-    "dxg",
-    "kfd",
-)  # NVIDIA's, of embedded boards, of Linux inside Windows, and AMD's
+# NVIDIA's, of embedded boards, of Linux inside Windows, and AMD's
+GPU_FILES = ("nvidia[0-9]*", "nvhost-*", "dxg", "kfd")
 
 
 # ------------------------------------------------------------ settings that fit
@@ -95,8 +91,7 @@ class Suggestion:
 def resolve_settings(values: Mapping[str, Any], env_class: type | None = None) -> Settings:
     """The settings of a run: the user's values, then what is suggested, then the defaults. ``env_class`` replaces the class
     that the name refers to."""
-    draft = _draft(values)
-    return replace(draft, **{s.name: s.value for s in suggestions(values, env_class)})
+    return replace(_draft(values), **{s.name: s.value for s in suggestions(values, env_class)})
 
 
 def _draft(values: Mapping[str, Any]) -> Settings:
@@ -148,10 +143,8 @@ def suggest(settings: Settings, decided: Collection[str], model: ModelFacts, env
         tokens = ONE_ANSWER if turns == 1 else ONE_OF_MANY
         reason = "an episode is one answer" if turns == 1 else f"an episode has up to {turns} turns"
         if "context" in decided:
-            tokens, reason = (
-                max(1, min(tokens, settings.context // 2)),
-                f"at most half of the context of {settings.context}",
-            )
+            tokens = max(1, min(tokens, settings.context // 2))
+            reason = f"at most half of the context of {settings.context}"
         rows.append(Suggestion("max_tokens", tokens, reason))
     if "context" not in decided:
         needed = PROMPT + turns * (tokens + REPLY)
@@ -243,10 +236,7 @@ def _read(data: str, stamp: object, eval_data: str, eval_stamp: object, share: f
 
 def _stamp(path: str) -> object:
     """Changes when the file does."""
-    if not os.path.isfile(path):
-        return None
-    status = os.stat(path)
-    return status.st_mtime_ns, status.st_size
+    return ((status := os.stat(path)).st_mtime_ns, status.st_size) if os.path.isfile(path) else None
 
 
 # --------------------------------------------------------------- the environment
@@ -451,27 +441,23 @@ def name_rewards(values: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     given = values.get("reward")
     if given is None or isinstance(given, str):
         return {}
-    listed = list(given) if isinstance(given, list | tuple) else [given]
     objects: dict[str, Callable[..., Any]] = {}
-    values["reward"] = tuple(_name_reward(item, objects) for item in listed)
+    names = []
+    for item in given if isinstance(given, list | tuple) else [given]:  # each is f, (0.5, f) or a name
+        weight, function = item if isinstance(item, tuple) and len(item) == 2 else (1.0, item)
+        if not isinstance(function, str) and not callable(function):
+            raise SettingError(
+                f"reward is {function!r}; write a function, (weight, function), or a name such as 'exact'"
+            )
+        name = function if isinstance(function, str) else importable_name(function)
+        if not name:
+            title = re.sub(r"\W", "_", getattr(function, "__name__", type(function).__name__))
+            free = (f"{GIVEN_OBJECT}{title}" + (f"_{n}" if n > 1 else "") for n in itertools.count(1))
+            name = next(each for each in free if each not in objects)
+            objects[name] = function
+        names.append((f"{float(weight)!r}*" if weight != 1 else "") + name)
+    values["reward"] = tuple(names)
     return objects
-
-
-def _name_reward(item: Any, objects: dict[str, Callable[..., Any]]) -> str:
-    """``f``, ``(0.5, f)`` or a name, as the settings write it."""
-    weight, function = item if isinstance(item, tuple) and len(item) == 2 else (1.0, item)
-    prefix = f"{float(weight)!r}*" if weight != 1 else ""
-    if isinstance(function, str):
-        return prefix + function
-    if not callable(function):
-        raise SettingError(f"reward is {function!r}; write a function, (weight, function), or a name such as 'exact'")
-    name = importable_name(function)
-    if not name:
-        title = re.sub(r"\W", "_", getattr(function, "__name__", type(function).__name__))
-        taken = (f"{GIVEN_OBJECT}{title}" + (f"_{n}" if n > 1 else "") for n in itertools.count(1))
-        name = next(each for each in taken if each not in objects)
-        objects[name] = function
-    return prefix + name
 
 
 def name_rows(values: dict[str, Any]) -> None:
@@ -481,32 +467,26 @@ def name_rows(values: dict[str, Any]) -> None:
         given = values.get(name)
         if isinstance(given, Path):
             values[name] = str(given)
-        elif given is not None and not isinstance(given, str):
-            out = Path(values.get("out", Settings().out))
-            if isinstance(given, Mapping) or not isinstance(given, Iterable):
-                what = (
-                    "several splits; give one of them"
-                    if isinstance(given, Mapping)
-                    else "write a path or a list of dicts"
-                )
-                raise SettingError(f"{name} is a {type(given).__name__}: {what}")
-            lines = [_line(name, n, row) for n, row in enumerate(given)]
-            text = "".join(f"{line}\n" for line in lines)
-            path = out / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            values[name] = str(path)
-
-
-def _line(name: str, n: int, row: Any) -> str:
-    if not isinstance(row, Mapping):
-        raise SettingError(f"row {n} of {name} is {row!r:.60}; write a dict with the columns of the row")
-    try:
-        return json.dumps(dict(row))
-    except (TypeError, ValueError) as fault:
-        raise SettingError(
-            f"row {n} of {name} holds what JSON cannot ({fault}); give texts, numbers, lists and dicts"
-        ) from None
+        if given is None or isinstance(given, str | Path):
+            continue
+        if isinstance(given, Mapping) or not isinstance(given, Iterable):
+            splits = "several splits; give one of them"
+            what = splits if isinstance(given, Mapping) else "write a path or a list of dicts"
+            raise SettingError(f"{name} is a {type(given).__name__}: {what}")
+        lines = []
+        for n, row in enumerate(given):
+            if not isinstance(row, Mapping):
+                raise SettingError(f"row {n} of {name} is {row!r:.60}; write a dict with the columns of the row")
+            try:
+                lines.append(json.dumps(dict(row)) + "\n")
+            except (TypeError, ValueError) as fault:
+                instead = "give texts, numbers, lists and dicts"
+                raise SettingError(f"row {n} of {name} holds what JSON cannot ({fault}); {instead}") from None
+        text = "".join(lines)
+        path = Path(values.get("out", Settings().out)) / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        values[name] = str(path)
 
 
 # -------------------------------------------------------------------- the method
@@ -684,13 +664,12 @@ class DataSources:
         if not s.demos:
             return None
         context = DemonstrationContext(self.env_spec.try_make, self.dialogue_tokenizer(renderer), self.env_spec.limits)
-        seed = stable_seed(s.seed, "demos")
+        first = (stable_seed(s.seed, "demos"), s.demo_share)
         if self.rows is None:
-            return Demonstrations(seed, s.demo_share, ScriptedDemonstrator(s.demos, context))
-        named = rows_by_task(self.rows)
-        if named:
-            return Demonstrations(seed, s.demo_share, RowDemonstrator(named, context))
-        return Demonstrations(seed, s.demo_share, None, self.groups(renderer))
+            return Demonstrations(*first, ScriptedDemonstrator(s.demos, context))
+        if named := rows_by_task(self.rows):
+            return Demonstrations(*first, RowDemonstrator(named, context))
+        return Demonstrations(*first, None, self.groups(renderer))
 
 
 def _augment(rows: Dataset, recipe: Recipe, settings: Settings) -> Dataset:
