@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from turnwise import recipes
-from turnwise.checks.loss import gradient, planned
+from turnwise.checks.synthetic import gradient, planned
 from turnwise.core.batch import pack
 from turnwise.core.records import Completion, Group, Message, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.core.signals import Signal

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from turnwise.core.records import Group, Task, Trajectory, Turn
-from turnwise.inspector.page.render import render_page
 from turnwise.inspector.page.blocks import ViewQuery
+from turnwise.inspector.page.render import render_page
 from turnwise.inspector.page.views.table import VIEWS, show_view
 from turnwise.inspector.queries import RunReader
 from turnwise.store.ledger import SqliteLedger

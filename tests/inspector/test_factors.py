@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from turnwise import recipes
-from turnwise.checks.loss import planned
-from turnwise.checks.synthetic import policy_of, random_groups, random_policy
+from turnwise.checks.synthetic import planned, policy_of, random_groups, random_policy
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN
 from turnwise.core.signals import Signal

@@ -17,7 +17,7 @@ from support.drawn import DRAWN, ELSEWHERE, drawn, for_oracle
 from support.proven import PROVEN_ELSEWHERE
 
 from turnwise import recipes
-from turnwise.checks.loss import gradient as loss_and_gradient
+from turnwise.checks.synthetic import gradient as loss_and_gradient
 from turnwise.checks.synthetic import random_policy
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field

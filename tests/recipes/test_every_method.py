@@ -18,10 +18,9 @@ from support.batches import COUNTS, records_of
 
 from turnwise import recipes
 from turnwise.algebra.control import CriticsFirst
-from turnwise.checks.loss import gradient as loss_and_gradient
-from turnwise.checks.loss import planned
 from turnwise.checks.method import check_method
-from turnwise.checks.synthetic import numbered, policy_of, random_policy
+from turnwise.checks.synthetic import gradient as loss_and_gradient
+from turnwise.checks.synthetic import numbered, planned, policy_of, random_policy
 from turnwise.cli.main import main
 from turnwise.config.settings import Settings
 from turnwise.core.batch import pack

@@ -11,20 +11,31 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnwise.algebra.piece import MicroBatchView, text
-from turnwise.checks.graded import GradedBatch, graded_batch
-from turnwise.checks.loss import LossGradient, gradient, planned, push
-from turnwise.checks.report import MethodReport
-from turnwise.checks.synthetic import Leaves, numbered, policy_of, random_groups, random_policy
+from turnwise.checks.synthetic import (
+    GradedBatch,
+    Leaves,
+    LossGradient,
+    graded_batch,
+    gradient,
+    numbered,
+    planned,
+    policy_of,
+    push,
+    random_groups,
+    random_policy,
+)
 from turnwise.core.batch import Batch, pack
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
@@ -34,6 +45,7 @@ from turnwise.recipes import catalogue
 from turnwise.recipes.recipe import Recipe
 
 SHAPE = [[[2, 3], [4], [1, 2]], [[2], [0, 3], [5, 1]]]
+SEED = 3
 DISTANCES = {"on policy": 0.0, "near it": 0.01}
 NEGLIGIBLE = 1e-9  # of the largest push
 REWARDS = {
@@ -50,6 +62,36 @@ SHAPES = {
 }
 FAR = 20.0  # log-ratio of a policy that has left the sampler
 QUADRATIC = 3.0  # growth of the largest tensor per growth of the batch above which it is not linear
+
+
+@dataclass(frozen=True)
+class MethodReport:
+    """What was checked, what is wrong, and what the method requires."""
+
+    name: str
+    checked: dict[str, str]  # by check: what was found, in words
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]  # what could not be checked, and why
+    requires: tuple[str, ...]  # of environment, data or settings
+    signals: tuple[str, ...]  # that the learner measures
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        lists = {name: list(getattr(self, name)) for name in ("problems", "notes", "requires", "signals")}
+        return {"name": self.name, "ok": self.ok, "checked": self.checked, **lists}
+
+    def text(self) -> str:
+        verdict = "ok" if self.ok else f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
+        rows = [*self.checked.items()]
+        rows += [("requires", ", ".join(self.requires) or "nothing of environment and settings")]
+        rows += [("signals", ", ".join(self.signals))]
+        lines = [f"  {name + ':':<15}{value}" for name, value in rows]
+        lines += [f"  note: {text}" for text in self.notes] + [f"  problem: {text}" for text in self.problems]
+        wrapped = (textwrap.fill(line, 118, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines)
+        return "\n".join([f"{self.name}: {verdict}", *wrapped])
 
 
 def check_method(method: Recipe | str) -> MethodReport:
@@ -80,18 +122,18 @@ class MethodCheck:
         }  # fmt: skip
         for name, check in checks.items():
             count = len(self.problems)
+            words = ""
             try:
-                found = check()
-            except Exception as fault:
+                words = check()
+            except Exception as fault:  # a method that raises has failed this check; the others still tell something
                 self.problems.append(f"{name}: {describe_fault(fault)}")
-                found = ""
-            self.checked[name] = "failed" if len(self.problems) > count else found
+            self.checked[name] = "failed" if len(self.problems) > count else words
 
-    def groups(self, shape: list[list[list[int]]] | None = None, seed: int = 3) -> list[Group]:
-        return random_groups(shape or SHAPE, seed, requirements=self.recipe.requirements)
+    def groups(self, shape: list[list[list[int]]] = SHAPE) -> list[Group]:
+        return random_groups(shape, SEED, requirements=self.recipe.requirements)
 
-    def batch(self, shape: list[list[list[int]]] | None = None, seed: int = 3) -> tuple[Batch, Leaves]:
-        return random_policy(pack(self.groups(shape, seed)), seed)
+    def batch(self, shape: list[list[list[int]]] = SHAPE) -> tuple[Batch, Leaves]:
+        return random_policy(pack(self.groups(shape)), SEED)
 
     # --------------------------------------------------------------- checks
     def record(self) -> str:
@@ -177,9 +219,9 @@ class MethodCheck:
         expected = gradient(self.recipe.objective, batch, leaves)
         shuffled = numbered(batch).select(list(reversed(range(len(batch)))))
         moved = {s: f.x.detach().requires_grad_() for s, f in policy_of(shuffled, leaves).items()}
-        found = gradient(self.recipe.objective, shuffled, moved)
+        reordered = gradient(self.recipe.objective, shuffled, moved)
         back = {s: policy_of(shuffled, {s: g})[s].x for s, g in expected.of.items()}
-        difference = largest_difference(LossGradient(expected.loss, back, {}), found)
+        difference = largest_difference(LossGradient(expected.loss, back, {}), reordered)
         if difference > 1e-4:
             self.problems.append(f"order: the gradient changes by {difference:.2g} with the order of the trajectories")
         return "trajectories in any order give the same gradient"
@@ -187,17 +229,24 @@ class MethodCheck:
     def finite(self) -> str:
         """Rewards without spread and of any size, groups of one, empty turns, a policy that has moved far."""
         for label, batch, leaves in self._adversarial_batches():
-            found = gradient(self.recipe.objective, batch, leaves)
-            if not found.is_finite:
+            taken = gradient(self.recipe.objective, batch, leaves)
+            if not taken.is_finite:
                 self.problems.append(f"finite: loss or gradient is not finite for {label}")
-            odd = sorted(name for name, value in found.stats.items() if not math.isfinite(float(value)))
+            odd = sorted(name for name, value in taken.stats.items() if not math.isfinite(float(value)))
             if odd:
                 self.problems.append(f"finite: the statistics {', '.join(odd)} are not finite for {label}")
         return f"{', '.join([*(f'rewards {name}' for name in REWARDS), *SHAPES])}, a policy far away"
 
     def _adversarial_batches(self) -> Iterator[tuple[str, Batch, Leaves]]:
         for label, reward in REWARDS.items():
-            yield (f"rewards {label}", *random_policy(pack(_rewarded(self.groups(), reward)), 3))
+            groups = []
+            for group in self.groups():  # all that a trajectory is paid comes with its last turn
+                rows = [[replace(u, reward=0.0) for u in t.turns] for t in group.trajectories]
+                for i, turns in enumerate(rows):
+                    turns[-1] = replace(turns[-1], reward=reward(i))
+                members = (replace(t, turns=tuple(turns)) for t, turns in zip(group.trajectories, rows))
+                groups.append(replace(group, trajectories=tuple(members)))
+            yield (f"rewards {label}", *random_policy(pack(groups), SEED))
         for label, shape in SHAPES.items():
             yield (label, *self.batch(shape))
         batch, leaves = self.batch()
@@ -223,16 +272,16 @@ class MethodCheck:
 
     def size(self) -> str:
         """The largest tensor must grow with the number of tokens, not with its square."""
-        small, large = (self._largest_tensor(repeats) for repeats in (4, 16))
+        sizes = []
+        for repeats in (4, 16):
+            batch, leaves = self.batch(SHAPE * repeats)
+            with _LargestTensor() as largest:
+                gradient(self.recipe.objective, batch, leaves)
+            sizes.append(largest.numel)
+        small, large = sizes
         if large > QUADRATIC * 4 * small:
             self.problems.append(f"size: four times the trajectories need a tensor {large / small:.0f} times as large")
         return "memory grows with the number of tokens"
-
-    def _largest_tensor(self, repeats: int) -> int:
-        batch, leaves = self.batch(SHAPE * repeats)
-        with _LargestTensor() as largest:
-            gradient(self.recipe.objective, batch, leaves)
-        return largest.numel
 
 
 class _LargestTensor(TorchDispatchMode):
@@ -270,16 +319,3 @@ def describe_fault(fault: Exception) -> str:
     last = traceback.extract_tb(fault.__traceback__)[-1]
     message = " ".join(str(fault).split())[:300]
     return f"{type(fault).__name__}: {message} (in {last.name}, {last.filename.rsplit('/', 1)[-1]}, line {last.lineno})"
-
-
-def _rewarded(groups: list[Group], reward: Callable[[int], float]) -> list[Group]:
-    """The groups with another reward at the end of each trajectory, by its place in its group."""
-
-    def paid(group: Group) -> Group:
-        members = (
-            replace(t, turns=(*(replace(u, reward=0.0) for u in t.turns[:-1]), replace(t.turns[-1], reward=reward(i))))
-            for i, t in enumerate(group.trajectories)
-        )
-        return replace(group, trajectories=tuple(members))
-
-    return [paid(group) for group in groups]

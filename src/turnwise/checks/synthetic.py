@@ -1,27 +1,37 @@
-"""Synthetic trajectories of any shape with everything that a method may require, and a policy that is near them.
+"""Synthetic trajectories of any shape with everything that a method may require, a policy that is near them, and the loss and
+gradients of an objective on them.
 
-The signals that a learner would measure are leaves or columns of random numbers in float64. Knows no method.
+The signals that a learner would measure are leaves or columns of random numbers in float64. A graded batch holds groups in which
+every other trajectory succeeded and the others failed: the sign of a gradient is checked on it. Knows no method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from turnwise.core.batch import Batch
-from turnwise.core.levels import BATCH, TOKEN, TURN, Field
+from turnwise.algebra.objective import Objective
+from turnwise.core.batch import Batch, pack
+from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field
 from turnwise.core.records import Fork, Group, Origin, Status, Task, Trajectory, Turn
-from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
+from turnwise.core.signals import TOKEN_CRITIC, TURN_CRITIC, TURN_CRITIC_TARGET, WITH_GRADIENT, Signal, level_of
 
 Counts = Sequence[Sequence[Sequence[int]]]
 """Token counts: groups of trajectories of turns."""
 Leaves = dict[Signal, Tensor]
 Draw = Callable[[int, int], int]
 VOCABULARY = 16
+GRADED_SHAPE = [
+    [[2, 3], [3, 2], [2, 2], [3, 3]] * 2
+] * 3  # three groups of eight, as many as a published group has at least
+SMALL = 0.05  # every other measured number: a bonus for entropy must not outweigh a failure
+TEACHER_PREFERENCE = 0.3  # by how much a teacher finds successes more likely, and failures less
+STATE_VALUES = frozenset({*TOKEN_CRITIC, Signal.V, Signal.SECOND_V, Signal.TARGET_V, Signal.TARGET_SECOND_V})
+ACTION_VALUES = frozenset({*TURN_CRITIC, *TURN_CRITIC_TARGET}) - STATE_VALUES
 NEAR_POLICY = (Signal.REFERENCE, Signal.PROXIMAL, Signal.PREVIOUS)  # log-probabilities of policies near the sampler
 
 
@@ -133,3 +143,123 @@ def numbered(batch: Batch) -> Batch:
 def policy_of(part: Batch, leaves: Mapping[Signal, Tensor]) -> dict[Signal, Field]:
     """The signals with gradient of a part of a numbered batch."""
     return {s: Field(part.tree, level_of(s), x[part["row", level_of(s)].x]) for s, x in leaves.items()}
+
+
+# --------------------------------------------------------- loss and gradients
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """A loss, its gradients by signal, and the statistics of its first micro-batch."""
+
+    loss: Tensor
+    of: dict[Signal, Tensor]
+    stats: dict[str, Tensor]
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.loss)) and all(bool(torch.isfinite(g).all()) for g in self.of.values())
+
+
+def planned(objective: Objective, batch: Batch) -> Batch:
+    """The batch of one optimiser step, with what the learner measures for this objective and nothing else."""
+    hidden = set(Signal) - (objective.signals - WITH_GRADIENT) - objective.signals_before_step
+    columns = {key: column for key, column in batch.columns.items() if key not in hidden}
+    return numbered(objective.plan(objective.credit(replace(batch, columns=columns))))
+
+
+def gradient(
+    objective: Objective,
+    batch: Batch,
+    leaves: Mapping[Signal, Tensor],
+    cut: Callable[[Batch], Iterable[Batch]] = lambda batch: [batch],
+) -> LossGradient:
+    """Sum of the losses of all micro-batches, and its gradients with respect to the leaves, as a learner computes them: the batch
+    is credited, planned, cut into micro-batches, and each sees only the signals that the pieces declare."""
+    live = {s: x for s, x in leaves.items() if s in objective.signals_with_gradient}
+    total, stats = torch.zeros((), dtype=torch.float64), dict[str, Tensor]()
+    for part in cut(planned(objective, batch)):
+        loss = objective(part, policy_of(part, live))
+        total = total + loss.loss
+        stats = stats or dict(loss.stats)
+    if not total.requires_grad:
+        return LossGradient(total.detach(), {}, stats)
+    gradients = torch.autograd.grad(total, list(live.values()), allow_unused=True)
+    return LossGradient(total.detach(), {s: g for s, g in zip(live, gradients) if g is not None}, stats)
+
+
+def push(batch: Batch, taken: LossGradient) -> Tensor:
+    """By how much a step raises the log-probability of each trajectory, [K], to first order in the log-probabilities."""
+    slope = taken.of.get(Signal.LOGP)
+    slope = torch.zeros_like(batch.behaviour.x, dtype=torch.float64) if slope is None else slope
+    return Field(batch.tree, TOKEN, -slope).sum(TRAJECTORY).x
+
+
+# --------------------------------------------------------------- graded batch
+
+
+@dataclass(frozen=True)
+class GradedBatch:
+    """A batch, which of its trajectories succeeded, and the leaves of the policy."""
+
+    batch: Batch
+    succeeded: Tensor  # [K] bool
+    leaves: Leaves
+
+
+def graded_batch(requirements: frozenset[str], distance: float, seed: int = 0, flipped: bool = False) -> GradedBatch:
+    """``distance``: the standard deviation of the policy's log-probabilities around the sampler's. ``flipped``: the same
+    trajectories, but those that succeeded failed and the other way round."""
+    groups = []
+    for group in random_groups(GRADED_SHAPE, seed, requirements=requirements):
+        members = (_grade(t, place, (place % 2 == 0) != flipped) for place, t in enumerate(group.trajectories))
+        groups.append(replace(group, trajectories=tuple(members)))
+    batch = pack(groups)
+    succeeded = torch.tensor([bool(t.success) for group in groups for t in group.trajectories])
+    noise = torch.randn(batch.behaviour.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    values = _signals(batch, succeeded)
+    values[Signal.LOGP] = batch.behaviour.x.double() + distance * noise
+    leaves = {s: x.clone().requires_grad_() for s, x in values.items() if s in WITH_GRADIENT}
+    columns = {s: Field(batch.tree, level_of(s), x) for s, x in values.items()}
+    return GradedBatch(with_policy(batch.put(columns), leaves), succeeded, leaves)
+
+
+def _grade(one: Trajectory, place: int, good: bool) -> Trajectory:
+    """Reward ±1 at the end, and everything else alike. A required demonstration is one of the successes."""
+    reward = 1.0 if good else -1.0
+    last = len(one.turns) - 1
+    turns = []
+    for k, turn in enumerate(one.turns):
+        state, paid, facts = (
+            "start" if k == 0 else f"{place} {k}",
+            reward if k == last else 0.0,
+            dict.fromkeys(turn.facts, 1),
+        )
+        turns.append(replace(turn, reward=paid, state=state, restart=False, tool_calls=1, facts=facts))
+    marks = {name: value if name == "revises" else 1 for name, value in one.facts.items()}
+    return replace(
+        one,
+        turns=tuple(turns),
+        success=good,
+        status=Status.FINISHED,
+        facts=marks | ({"chosen": int(good)} if "chosen" in marks else {}),
+        rewards=dict.fromkeys(one.rewards, reward),
+        origin=Origin.EXPERT if one.origin == Origin.EXPERT and good else Origin.POLICY,
+        fork=None,
+        end="won" if good else "lost",
+    )
+
+
+def _signals(batch: Batch, succeeded: Tensor) -> dict[Signal, Tensor]:
+    """What a learner would measure if the policy had sampled the batch: critics that know the outcome of an action and nothing
+    of a state, and a teacher that prefers successes."""
+    sampled = batch.behaviour.x.double()
+    sign = Field(batch.tree, TRAJECTORY, torch.where(succeeded, 1.0, -1.0).double())
+    informed: Mapping[Signal, Tensor] = {
+        **dict.fromkeys((Signal.REFERENCE, Signal.PROXIMAL, Signal.PREVIOUS, Signal.LOGP_WITHOUT_FEEDBACK), sampled),
+        Signal.TEACHER: sampled + TEACHER_PREFERENCE * sign.at(TOKEN).x,
+        **dict.fromkeys(ACTION_VALUES, sign.at(TURN).x),
+    }
+    others = {s: torch.full((batch.tree.count(level_of(s)),), SMALL, dtype=torch.float64) for s in Signal}
+    zeros = {s: torch.zeros_like(others[s]) for s in STATE_VALUES}
+    return {**others, **zeros, **informed}
