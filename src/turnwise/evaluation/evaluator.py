@@ -95,7 +95,25 @@ class Evaluation:
 
     def summary(self, seed: int = 0) -> dict[str, Any]:
         """Every number a table wants, JSON-able."""
-        return summarise(self, seed)
+        success, reward, rewards = self.success, self.reward, self.rewards
+        out: dict[str, Any] = {
+            **outcome(success, reward, seed),
+            "rewards": {
+                name: dict(zip(("mean", "interval"), interval(values, seed))) for name, values in rewards.items()
+            },
+            "tasks": reward.shape[0],
+            "samples": reward.shape[1],
+            **_episode_facts([t for row in self.trajectories for t in row]),
+            **({"exact": dict(self.exact)} if self.exact else {}),
+            "by_difficulty": {},
+        }
+        for level in sorted({task.difficulty for task in self.tasks}):
+            rows = [task.difficulty == level for task in self.tasks]
+            of_level = outcome(None if success is None else success[rows], reward[rows], seed)
+            out["by_difficulty"][str(level)] = {**of_level, "tasks": sum(rows)}
+        if success is None:
+            return out | {"note": NO_SUCCESS}
+        return out | (per_k_metrics(self, success) if reward.shape[1] > 1 else {})
 
 
 # -------------------------------------------------------------------- episodes
@@ -126,26 +144,6 @@ async def scored(evaluation: Evaluation, scorer: GroupScorer) -> Evaluation:
 
 
 # --------------------------------------------------------------------- numbers
-
-
-def summarise(evaluation: Evaluation, seed: int) -> dict[str, Any]:
-    success, reward, rewards = evaluation.success, evaluation.reward, evaluation.rewards
-    out: dict[str, Any] = {
-        **outcome(success, reward, seed),
-        "rewards": {name: dict(zip(("mean", "interval"), interval(values, seed))) for name, values in rewards.items()},
-        "tasks": reward.shape[0],
-        "samples": reward.shape[1],
-        **_episode_facts([t for row in evaluation.trajectories for t in row]),
-        **({"exact": dict(evaluation.exact)} if evaluation.exact else {}),
-        "by_difficulty": {},
-    }
-    for level in sorted({task.difficulty for task in evaluation.tasks}):
-        rows = [task.difficulty == level for task in evaluation.tasks]
-        of_level = outcome(None if success is None else success[rows], reward[rows], seed)
-        out["by_difficulty"][str(level)] = {**of_level, "tasks": sum(rows)}
-    if success is None:
-        return out | {"note": NO_SUCCESS}
-    return out | (per_k_metrics(evaluation, success) if reward.shape[1] > 1 else {})
 
 
 def outcome(success: np.ndarray | None, reward: np.ndarray, seed: int) -> dict[str, Any]:

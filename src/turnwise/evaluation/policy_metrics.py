@@ -29,9 +29,8 @@ NOT_EVALUATED: Mapping[str, Any] = {"success": None, "tasks": 0, "samples": 0, "
 
 def rank_pairs(learner: Learner, groups: Sequence[Group]) -> dict[str, float]:
     """Share of pairs whose better answer has the higher log-probability, in total and per token, and its mean log-probability."""
-    rows: list[
-        tuple[str, float, float, float]
-    ] = []  # of each answer: its pair, 1 if it is the better one, log-probabilities
+    # of each answer: its pair, 1 if it is the better one, log-probabilities in total and per token
+    rows: list[tuple[str, float, float, float]] = []
     for i in range(0, len(groups), GROUPS_PER_BATCH):
         some = groups[i : i + GROUPS_PER_BATCH]
         logp = learner.measure(pack(some), frozenset({Signal.LOGP}))[Signal.LOGP]
@@ -59,16 +58,8 @@ def as_evaluation(ranking: Mapping[str, float]) -> dict[str, Any]:
         return dict(NOT_EVALUATED)
     pairs = int(ranking["groups"])
     bounds = wilson(ranking["accuracy"] * pairs, pairs)
-    counts = dict.fromkeys(("turns", "tool_calls", "tool_errors"), 0.0)
-    interval = [bounds.low, bounds.high]
-    return {
-        "success": ranking["accuracy"],
-        "interval": interval,
-        "tasks": pairs,
-        "samples": 1,
-        **counts,
-        "by_difficulty": {},
-    }
+    outcome = {"success": ranking["accuracy"], "interval": [bounds.low, bounds.high], "tasks": pairs, "samples": 1}
+    return {**outcome, **dict.fromkeys(("turns", "tool_calls", "tool_errors"), 0.0), "by_difficulty": {}}
 
 
 # ------------------------------------------------------------------ exact metrics
@@ -85,9 +76,7 @@ def exact_metrics(env_class: type[Any], renderer: Renderer, learner: Learner, te
     for i in range(0, len(questions), GROUPS_PER_BATCH):
         some = questions[i : i + GROUPS_PER_BATCH]
         groups = []
-        for n, question in enumerate(
-            some, start=i
-        ):  # a prompt with each of its answers, as if an expert had given them
+        for n, question in enumerate(some, start=i):  # a prompt with each answer, as if an expert had given them
             task = Task("question", 0)
             context = tuple(renderer.open([{"role": "user", "content": question.prompt}]).ids)
             turns = [Turn(context, tuple(renderer.encode_turn(a)), temperature=temperature) for a in question.answers]
@@ -102,15 +91,10 @@ def exact_metrics(env_class: type[Any], renderer: Renderer, learner: Learner, te
 # ---------------------------------------------------------- answers ranked by values
 
 
-def ranking_piece(recipe: Recipe) -> Any | None:
-    """The piece that ranks finished answers, if the method has one."""
-    parts = (part for weighted in recipe.penalties if weighted.weight for part in weighted.parts)
-    return next((part for part in parts if hasattr(part, "rank")), None)
-
-
 def reranked(recipe: Recipe, learner: Learner, evaluation: Evaluation) -> dict[str, float]:
     """The success and the reward of the answer that is ranked first; empty with one answer for each task."""
-    piece = ranking_piece(recipe)
+    parts = (part for weighted in recipe.penalties if weighted.weight for part in weighted.parts)
+    piece: Any = next((part for part in parts if hasattr(part, "rank")), None)
     if piece is None or not evaluation.trajectories or max(map(len, evaluation.trajectories)) < 2:
         return {}
     groups, first = [], list[Any]()
@@ -123,7 +107,7 @@ def reranked(recipe: Recipe, learner: Learner, evaluation: Evaluation) -> dict[s
     for group in groups:
         ranked = [(next(scores), t) for t in group.trajectories]
         first.append(max(ranked, key=lambda pair: pair[0])[1])
-    success = (
-        {} if evaluation.success is None else {"reranked_success": sum(bool(t.success) for t in first) / len(first)}
-    )
-    return {**success, "reranked_reward": sum(t.reward for t in first) / len(first)}
+    metrics = {"reranked_reward": sum(t.reward for t in first) / len(first)}
+    if evaluation.success is not None:
+        metrics = {"reranked_success": sum(bool(t.success) for t in first) / len(first), **metrics}
+    return metrics

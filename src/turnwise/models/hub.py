@@ -22,46 +22,52 @@ HUB_SECONDS = 3.0
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-ON = ("1", "on", "yes", "true")
+ON = {"1", "on", "yes", "true"}
 
 
 def check_model(name: str) -> None:
-    """Refuse a folder that does not exist, and a hub id that is neither cached nor reachable."""
+    """Refuse a folder that does not exist or lacks a part, and a hub id that is neither cached nor reachable."""
+    why = ""
     if os.path.isdir(name):
-        if not (Path(name) / "config.json").is_file():
-            raise SettingError(_refusal(name, "the folder has no config.json"))
-        check_weights(Path(name))
-        return
-    if is_path(name):
-        raise SettingError(
-            _refusal(name, "this is a file, not a folder" if os.path.exists(name) else "there is no such folder")
-        )
-    if not HUB_ID.fullmatch(name):
-        raise SettingError(_refusal(name, "this is neither a folder nor a hub id"))
-    if is_cached(name):
-        return
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ON or os.environ.get("TRANSFORMERS_OFFLINE", "").lower() in ON:
-        raise SettingError(_refusal(name, "it is not in the local cache, and HF_HUB_OFFLINE forbids to download it"))
-    reason = unreachable(hub_address())
-    if reason:
-        raise SettingError(_refusal(name, f"it is not in the local cache, and the hub cannot be reached ({reason})"))
+        if (Path(name) / "config.json").is_file():
+            check_weights(Path(name))
+        else:
+            why = "the folder has no config.json"
+    elif is_path(name):
+        why = "this is a file, not a folder" if os.path.exists(name) else "there is no such folder"
+    elif not HUB_ID.fullmatch(name):
+        why = "this is neither a folder nor a hub id"
+    elif not is_cached(name):
+        offline = {os.environ.get(name, "").lower() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
+        if offline & ON:
+            why = "it is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
+        elif reason := unreachable(hub_address()):
+            why = f"it is not in the local cache, and the hub cannot be reached ({reason})"
+    if why:
+        raise SettingError(no_model(name, why))
+
+
+def no_model(name: str, why: str) -> str:
+    return (
+        f"no model could be loaded from {name!r}: {why}; write a folder in Hugging Face layout, "
+        "a hub id such as Qwen/Qwen3-0.6B, tiny, or smollm2 (after `turnwise model fetch smollm2`)"
+    )
 
 
 def check_weights(folder: Path) -> None:
     """Refuse a folder whose weights are missing or cut off. Their files are not read."""
-    files = _weight_files(folder)
-    if not files:
-        raise SettingError(f"the folder {folder} has no weights: neither {WEIGHTS[0]} nor {WEIGHTS[0]}{INDEX}")
-    for file in files:
+    why = ""
+    for file in _weight_files(folder):
         if not file.is_file():
-            raise SettingError(f"{file} is missing, and {WEIGHTS[0]}{INDEX} lists it; download the model again")
-        if file.suffix != ".safetensors":
-            continue
-        try:
-            with safe_open(file, framework="np"):  # compares the header with the size of the file
-                pass
-        except SafetensorError as fault:
-            raise SettingError(f"{file} is cut off or damaged ({fault}); download or copy it again") from fault
+            why = f"{file} is missing, and {WEIGHTS[0]}{INDEX} lists it; download the model again"
+        elif file.suffix == ".safetensors":
+            try:
+                with safe_open(file, framework="np"):  # compares the header with the size of the file
+                    pass
+            except SafetensorError as fault:
+                why = f"{file} is cut off or damaged ({fault}); download or copy it again"
+        if why:
+            raise SettingError(why)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -74,7 +80,10 @@ def _weight_files(folder: Path) -> list[Path]:
                 return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, KeyError, TypeError, AttributeError) as fault:
                 raise SettingError(f"{index} cannot be read: {fault}; download the model again") from fault
-    return [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not files:
+        raise SettingError(f"the folder {folder} has no weights: neither {WEIGHTS[0]} nor {WEIGHTS[0]}{INDEX}")
+    return files
 
 
 def is_path(name: str) -> bool:
@@ -113,10 +122,3 @@ def unreachable(address: str, seconds: float = HUB_SECONDS) -> str:
     asking.start()
     asking.join(seconds)
     return reasons[0] if reasons else f"no answer within {seconds:g} s"
-
-
-def _refusal(name: str, why: str) -> str:
-    return (
-        f"no model could be loaded from {name!r}: {why}; write a folder in Hugging Face layout, "
-        "a hub id such as Qwen/Qwen3-0.6B, tiny, or smollm2 (after `turnwise model fetch smollm2`)"
-    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from turnwise.errors import SettingError
-from turnwise.models.hub import check_weights, is_path
+from turnwise.models.hub import check_weights, is_path, no_model
 from turnwise.models.trust import FLAG, remote_code_is_trusted
 
 TOKENIZERS = (
@@ -77,34 +77,23 @@ def save_lossless(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, state_dict={name: cast.get((t.data_ptr(), t.shape), t) for name, t in state.items()})
 
 
-# ------------------------------------------------------------------ messages
-
-
 def _explained(source: str, load: Callable[[], T]) -> T:
     """Every exception of a library that reads a user's files becomes one sentence, except want of memory or descriptors."""
     try:
         return load()
-    except MemoryError:
-        raise
     except Exception as fault:
-        if isinstance(fault, OSError) and fault.errno in SCARCE:
+        if isinstance(fault, MemoryError) or (isinstance(fault, OSError) and fault.errno in SCARCE):
             raise
-        raise SettingError(no_model(source, fault)) from fault
-
-
-def no_model(source: str, fault: Exception) -> str:
-    """The message for a model that could not be loaded."""
-    text = str(fault).strip()
-    if "trust_remote_code" in text or "allow custom code" in text:
-        return (
-            f"the model {source!r} comes with Python code of its own, which is not run unless you allow it; read that code, "
-            f"then write {FLAG} (also when you resume the run)"
-        )
-    why = text.splitlines()[0] if text else type(fault).__name__
-    if is_path(source) and not Path(source).is_dir():  # otherwise the message would speak of a hub repository
-        why = "this is a file, not a folder" if Path(source).exists() else "there is no such folder"
-    return (
-        f"no model could be loaded from {source!r}: {why}; "
-        "write a folder in Hugging Face layout, a hub id such as Qwen/Qwen3-0.6B, tiny, "
-        "or smollm2 (after `turnwise model fetch smollm2`)"
-    )
+        text = str(fault).strip()
+        if "trust_remote_code" in text or "allow custom code" in text:
+            message = (
+                f"the model {source!r} comes with Python code of its own, which is not run unless you allow it; read that code, "
+                f"then write {FLAG} (also when you resume the run)"
+            )
+        elif is_path(source) and not Path(source).is_dir():  # the library would speak of a hub repository
+            message = no_model(
+                source, "this is a file, not a folder" if Path(source).exists() else "there is no such folder"
+            )
+        else:
+            message = no_model(source, text.splitlines()[0] if text else type(fault).__name__)
+        raise SettingError(message) from fault
