@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from turnwise import train
 from turnwise.core.stateful import from_json
-from turnwise.engines.learner.packed_forward import decoder_layers
-from turnwise.engines.learner.signals.angles import concentration, prompt_angles
+from turnwise.engines.learner.signals.hidden import concentration, prompt_angles
 from turnwise.errors import SettingError
 from turnwise.models.tiny import tiny_model
 from turnwise.store.checkpoint import latest, load_checkpoint
@@ -33,8 +32,8 @@ def test_means_over_pairs_of_tokens(seed, context, question):
 def test_a_prompt_has_the_same_angles_in_any_batch():
     model = tiny_model(40, 0, hidden=64).eval()
     prompts = [[1, 2, 3, n, *range(5, 5 + n % 4)] for n in range(4, 40)]
-    together = prompt_angles(model, decoder_layers(model), prompts)
-    pairs = [prompt_angles(model, decoder_layers(model), [prompts[0], p])[1] for p in prompts[1:6]]
+    together = prompt_angles(model, prompts)
+    pairs = [prompt_angles(model, [prompts[0], p])[1] for p in prompts[1:6]]
     for alone, found in zip(pairs, together[1:6]):
         assert alone == pytest.approx(found, abs=1e-5)
     assert len({round(a, 6) for a, _ in together}) > 10

@@ -182,8 +182,7 @@ def score_tasks(collector: Any, learner: Any, env_spec: EnvSpec, renderer: Rende
         raise SettingError(
             "this sampler reads hidden states in the learner's process; write --ranks 1 or another --sampler"
         )
-    from turnwise.engines.learner.packed_forward import decoder_layers
-    from turnwise.engines.learner.signals.angles import prompt_angles
+    from turnwise.engines.learner.signals.hidden import prompt_angles
 
     async def first_messages() -> list[Any]:
         messages = []
@@ -198,5 +197,5 @@ def score_tasks(collector: Any, learner: Any, env_spec: EnvSpec, renderer: Rende
     with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may run inside one
         opened = thread.submit(lambda: asyncio.run(first_messages())).result()
     prompts = [renderer.open(list(messages), env_spec.tools).ids for messages in opened]
-    angles = prompt_angles(learner.model, decoder_layers(learner.model), prompts)
+    angles = prompt_angles(learner.model, prompts)
     sampler.set_scores([intra + sampler.rule.inter * inter for intra, inter in angles])

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -101,14 +100,6 @@ class CapturedLayers:
         pending = _PendingBackward()
         self._pending = weakref.ref(pending)
         return _Replay.apply(graph, pending, len(ids), *self.parameters)
-
-    @contextmanager
-    def accumulating_gradients(self) -> Iterator[None]:
-        self.accumulates = True
-        try:
-            yield
-        finally:
-            self.accumulates = False
 
     def gradients(self, replay: Callable[[], None]) -> Sequence[Tensor | None]:
         """Run a backward graph. Returns the gradient of each parameter; None where it went into the parameter's .grad."""

@@ -118,6 +118,7 @@ class LocalLearner:
         self._policy_optimizer = optimizer.adamw(self._policy_group, self.settings, self._rates)
         critic_group = {n: p for n, p in self.trained.items() if n not in self._policy_group}
         self._critic_optimizer = optimizer.adamw(critic_group, self.settings, self._rates) if critic_group else None
+        self._optimizers = [o for o in (self._policy_optimizer, self._critic_optimizer) if o is not None]
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((f"model/{n}", p) for n, p in self.model.named_parameters())
@@ -148,11 +149,6 @@ class LocalLearner:
         layers = llama_layers.fast_path(self.model.get_decoder())
         return None if layers is None else layers.captured
 
-    @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """The policy's optimizer, then a separate critic's."""
-        return [o for o in (self._policy_optimizer, self._critic_optimizer) if o is not None]
-
     # ------------------------------------------------------------ measuring
     @using_gpu()
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
@@ -162,10 +158,6 @@ class LocalLearner:
     def reference(self) -> PreTrainedModel:
         """The frozen initial policy. The first call copies it and must come before the first step."""
         return self.measurer.reference()
-
-    def policy(self) -> Iterator[nn.Parameter]:
-        """Trained parameters of the policy."""
-        return (p for n, p in self.trained.items() if n.startswith("model/"))
 
     def preconditioner(self) -> Tensor:
         """lr · P for the LM head's weights, the step AdamW would make of one token's gradient: P = (1 − β₁)/(√v̂ + ε), and

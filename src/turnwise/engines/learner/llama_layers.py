@@ -21,8 +21,8 @@ layouts; knows neither what the states are for nor who needs them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -287,17 +287,6 @@ class LlamaLayers:
         plain_layers = all(type(m) in (nn.Linear, FourBitLinear) or (by_hand and lora.is_plain(m)) for m in linears)
         return "" if plain_layers else "projections that are not plain linear layers"
 
-    def describe(self) -> str:
-        """The kernels in use, for a log."""
-        ops = ops_for(self.weights[0])
-        rounding = ", weights rounded to fp8" if self.fp8 else ""
-        if ops in (plain, cpu):
-            return ("plain kernels" if ops is plain else "C kernels") + rounding
-        captured = self.captured.enabled and not self.recompute and not self.four_bit
-        graphs = "CUDA graphs" if captured else "no CUDA graphs"
-        flash = "" if attention_for(self.weights[0], self.size) else ", flash attention of PyTorch"
-        return f"Triton kernels{flash}, {graphs}" + rounding
-
     def __call__(self, ids: Tensor, position: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
         """ids and position [L] -> inputs of the LM head [L, d], in the compute dtype; with ``rows``, only theirs. With a
         variable-length layout, ids, positions and layout are on the host."""
@@ -431,12 +420,18 @@ def fast_path(decoder: nn.Module) -> LlamaLayers | None:
     return entry if isinstance(entry, LlamaLayers) else None
 
 
-def accumulating_gradients(*decoders: nn.Module | None) -> ExitStack:
+@contextmanager
+def accumulating_gradients(*decoders: nn.Module | None) -> Iterator[None]:
     """Inside, ``backward`` adds directly into the .grad of these decoders' weights; ``autograd.grad`` returns None for them."""
-    stack = ExitStack()
-    for layers in [fast_path(decoder) for decoder in decoders if decoder is not None]:
-        stack.enter_context(nullcontext() if layers is None else layers.captured.accumulating_gradients())
-    return stack
+    paths = [fast_path(decoder) for decoder in decoders if decoder is not None]
+    graphs = [layers.captured for layers in paths if layers is not None]
+    for each in graphs:
+        each.accumulates = True
+    try:
+        yield
+    finally:
+        for each in graphs:
+            each.accumulates = False
 
 
 def run_adapters(decoder: nn.Module) -> LlamaLayers | None:
@@ -474,4 +469,13 @@ def enable_fp8(decoder: nn.Module) -> None:
 def describe(decoder: nn.Module) -> str:
     """The execution path of this decoder, for a log."""
     layers = fast_path(decoder)
-    return f"stock forward ({_registry[decoder]})" if layers is None else f"hand-written layers, {layers.describe()}"
+    if layers is None:
+        return f"stock forward ({_registry[decoder]})"
+    ops = ops_for(layers.weights[0])
+    if ops in (plain, cpu):
+        kernels = "plain kernels" if ops is plain else "C kernels"
+    else:
+        flash = "" if attention_for(layers.weights[0], layers.size) else ", flash attention of PyTorch"
+        captured = layers.captured.enabled and not layers.recompute and not layers.four_bit
+        kernels = f"Triton kernels{flash}, {'CUDA graphs' if captured else 'no CUDA graphs'}"
+    return f"hand-written layers, {kernels}" + (", weights rounded to fp8" if layers.fp8 else "")

@@ -226,7 +226,12 @@ class _TokenLogprobs(torch.autograd.Function):
         kernels, sets = ctx.kernels, None if g_logp is None else ctx.rows_kept
         g_whole = g_logp if sets is None or g_logp is None else g_logp.masked_fill(sets.given, 0.0)
         if kernels is not reference and kept_p is not None and g_logp is not None and g_entropy is None:
-            return *_from_kept(kept_p, h, w, g_logp * -inverse, hidden, (need_h, need_w, need_b)), *[None] * 6
+            # d(logits) = c ⊙ (p − onehot), which kernels kept: c scales the smaller operand of each product instead
+            c = (g_logp * -inverse)[:, None]
+            grad_h = _product(kept_p, w, wide).mul_(c).to(hidden.dtype) if need_h else None
+            grad_w = _product(kept_p.T, (h * c).to(kept_p.dtype), wide) if need_w else None
+            grad_b = _product(kept_p.T, c.to(kept_p.dtype), wide).squeeze(1) if need_b else None
+            return grad_h, grad_w, grad_b, *[None] * 6
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
             args = [None if g is None else g[rows] for g in (g_whole, g_entropy, entropy)]
@@ -257,19 +262,6 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_w += _product(d.T, h[rows], wide)
         grads = (grad_h, None if grad_w is None else grad_w.to(weight.dtype), grad_b)
         return *grads, *[None] * 6
-
-
-def _from_kept(
-    residual: Tensor, h: Tensor, w: Tensor, c: Tensor, hidden: Tensor, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, weight and bias for d(logits) = c ⊙ residual, ``residual`` = p − onehot [N, V]. Scales the smaller
-    operand by c instead of the residual."""
-    wide = _sum_dtype(hidden)
-    c = c[:, None]
-    grad_h = _product(residual, w, wide).mul_(c).to(hidden.dtype) if needs[0] else None
-    grad_w = _product(residual.T, (h * c).to(residual.dtype), wide) if needs[1] else None
-    grad_b = _product(residual.T, c.to(residual.dtype), wide).squeeze(1) if needs[2] else None
-    return grad_h, grad_w, grad_b
 
 
 def _logit_gradient(

@@ -26,6 +26,7 @@ from turnwise.engines.kernels.four_bit import FourBitLinear, packed_experts, pac
 from turnwise.errors import SettingError
 
 ADAPTER, BASE = "default", ".base_layer"
+_bases: weakref.WeakKeyDictionary[nn.Module, AdaptedWeights] = weakref.WeakKeyDictionary()
 # PEFT refuses them: the fused kernels of state-space models bypass these modules
 STATE_SPACE_LAYERS = ["out_proj", "conv1d"]
 
@@ -94,35 +95,25 @@ def disabled(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merged(model: PreTrainedModel) -> AdaptedWeights:
-    """Merged weights under the names the model had before ``inject``."""
-    base = _frozen_base(model)
+    """Merged weights under the names the model had before ``inject``. Packed ones are dequantised when they are read."""
+    base: Mapping[str, Tensor] = {
+        name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name
+    }
+    layers, experts = packed_layers(model), packed_experts(model)
+    if layers or experts:
+        if model not in _bases:  # always the same object: a generator that knows it need not load it again
+            plain, made = base, dict[str, Callable[[], Tensor]]()
+            for name, m in layers.items():
+                made[f"{name.replace(BASE, '')}.weight"] = partial(getattr, m, "weight")
+            for name, stack in experts.items():
+                made[name.replace(BASE, "")] = partial(four_bit.FourBitStack.dequantised, stack, torch.float32)
+            read = lambda name: plain[name] if name in plain else made[name]()  # noqa: E731
+            _bases[model] = AdaptedWeights(TensorsWhenRead([*plain, *made], read), {})
+        base = _bases[model]
     modules = {name: m for name, m in _adapted_modules(model).items() if name in base}
     adapters = {name: adapter for name, m in modules.items() if is_plain(m) and (adapter := adapter_of(m)) is not None}
     deltas = {name: partial(m.get_delta_weight, ADAPTER) for name, m in modules.items()}  # computed when read
     return AdaptedWeights(base, deltas, adapters)
-
-
-_bases: weakref.WeakKeyDictionary[nn.Module, AdaptedWeights] = weakref.WeakKeyDictionary()
-
-
-def _frozen_base(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """The weights without their adapters. Packed ones are dequantised when they are read."""
-    plain = {name.replace(BASE, ""): p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
-    layers, experts = packed_layers(model), packed_experts(model)
-    if not layers and not experts:
-        return plain
-    if model not in _bases:  # always the same object: a generator that knows it need not load it again
-        made: dict[str, Callable[[], Tensor]] = {
-            f"{name.replace(BASE, '')}.weight": partial(getattr, m, "weight") for name, m in layers.items()
-        }
-        made |= {
-            name.replace(BASE, ""): partial(four_bit.FourBitStack.dequantised, m, torch.float32)
-            for name, m in experts.items()
-        }
-        _bases[model] = AdaptedWeights(
-            TensorsWhenRead([*plain, *made], lambda n: plain[n] if n in plain else made[n]()), {}
-        )
-    return _bases[model]
 
 
 def _adapted_modules(model: PreTrainedModel) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from turnwise.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "linear", "cosine")
+Optimizers = Sequence[torch.optim.Optimizer]
 DTYPES = ("auto", "float32", "bfloat16", "float64", "fp8", "nf4")
 
 
@@ -100,12 +101,8 @@ def adamw(
         decay = settings.weight_decay if p.dim() > 1 else 0.0  # not of vectors: biases and norms
         rate = next((rate for prefix, rate in rates.items() if name.startswith(prefix)), None)
         groups.setdefault((settings.lr if rate is None else rate, decay), []).append(p)
-    return torch.optim.AdamW(
-        [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()],
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+    rows = [{"params": ps, "lr": lr, "base_lr": lr, "weight_decay": decay} for (lr, decay), ps in groups.items()]
+    return torch.optim.AdamW(rows, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def guarded_step(
@@ -138,7 +135,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def move_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+def move_state(optimizers: Optimizers, device: torch.device) -> None:
     """Move optimizer state to a device: beside the weights for a step, or to the host until the next one."""
     for each in optimizers:
         for state in each.state.values():
@@ -147,9 +144,7 @@ def move_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device
                     state[key] = value.to(device).pin_memory() if device.type == "cpu" else value.to(device)
 
 
-def state_tensors(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
+def state_tensors(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The live optimizer state by parameter name: ``exp_avg/<name>`` and so on."""
     return {
         f"{key}/{name}": value.detach()
@@ -159,9 +154,7 @@ def state_tensors(
     }
 
 
-def restore_state(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]
-) -> None:
+def restore_state(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]) -> None:
     """The inverse of ``state_tensors``."""
     owner = {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
     for each in optimizers:

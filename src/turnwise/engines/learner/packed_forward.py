@@ -253,13 +253,9 @@ class ForwardPass:
     """Hidden states, log-probabilities and distributions of one model, each computed on first use."""
 
     def __init__(
-        self,
-        batch: Batch,
-        model: PreTrainedModel,
-        context: Callable[[], AbstractContextManager[Any]],
-        after_sampled: bool = False,
-        states: PackedStates | None = None,
-    ) -> None:
+        self, batch: Batch, model: PreTrainedModel, context: Callable[[], AbstractContextManager[Any]],
+        after_sampled: bool = False, states: PackedStates | None = None,
+    ) -> None:  # fmt: skip
         """``context``: what the model runs in: autocast, adapters switched off. ``after_sampled``: also compute the state after
         each sampled token. ``states``: already computed hidden states."""
         self.batch, self.model, self.context, self.after_sampled = batch, model, context, after_sampled

@@ -27,7 +27,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -238,35 +238,28 @@ class RankPool:
         where they are not the same."""
         if self._caller == threading.get_ident():  # inside another call, and so are the others
             return method(learner, *arguments)
-        with self._lock, self._faults():
+        with self._lock:
+            if self.files is None:
+                raise RankFault("the ranks of this learner have ended")
             self._caller, threads = threading.get_ident(), torch.get_num_threads()
             torch.set_num_threads(self.threads)
             try:
                 send_call(self.store, next(self._calls), (method.__name__, of_others or arguments))
                 return method(learner, *arguments)
+            except BaseException as fault:  # the ranks are no longer in step, so all end
+                self.files = None
+                cause = None if isinstance(fault, TurnwiseError) else self._cause(fault)
+                self.close()
+                if cause is not None:
+                    raise cause from fault
+                raise
             finally:
                 self._caller = 0
                 torch.set_num_threads(threads)
 
-    # ---------------------------------------------------------------- faults
-    @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
-        """After any fault the ranks are no longer in step, so all end."""
-        if self.files is None:
-            raise RankFault("the ranks of this learner have ended")
-        try:
-            yield
-        except BaseException as fault:
-            self.files = None
-            cause = None if isinstance(fault, TurnwiseError) else self._cause(fault)
-            self.close()
-            if cause is not None:
-                raise cause from fault
-            raise
-
     def _cause(self, fault: BaseException, name_silent: bool = True) -> BaseException | None:
-        """What another rank did that broke a connection here; None: this fault has its cause here. ``name_silent``: a rank that
-        is neither seen to end nor says anything is the cause of a lost connection."""
+        """What another rank did that broke a connection here; None: this fault has its cause here. ``name_silent``: blame a rank
+        that is neither seen to end nor says anything."""
         if not isinstance(fault, OSError | RuntimeError):
             return None
         self.store.set(END, "")  # a thread of each rank sees it, whatever the rank waits for

@@ -168,7 +168,8 @@ class ShardedLearner(LocalLearner):
             self.root(dict)  # FSDP decides at the first pass which module is the root
 
     def _shard(self, mesh: Any) -> RankRoot:
-        heads, frozen = self.value_heads, self.measurer.frozen_models()
+        heads, measurer = self.value_heads, self.measurer
+        frozen = [m for m in (measurer._reference, measurer.spare, measurer.teacher) if m is not None]  # never trained
         trained = {"policy": self.model, "critic": heads.trunk, "target": heads.target_trunk}
         for model in (*trained.values(), *frozen):
             if model is not None:
@@ -428,10 +429,6 @@ class RankMeasurer(SignalMeasurer):
             self.reference()
         if Signal.PREVIOUS in signals:
             self.spare = frozen_copy(learner.model)
-
-    def frozen_models(self) -> list[PreTrainedModel]:
-        """Whole models that are never trained."""
-        return [m for m in (self._reference, self.spare, self.teacher) if m is not None]
 
     def _measured(self, batch: Batch, signals: frozenset[Signal]) -> Iterator[tuple[Batch, Fields]]:
         """The micro-batches of all ranks; each rank measures its own."""

@@ -1,5 +1,5 @@
 """Signals that one forward pass holds: distances of distributions, predicted logit changes, candidates beside each token, and the
-effective rank of a trajectory's hidden states.
+effective rank of a trajectory's hidden states; and how concentrated the hidden states of prompts are.
 
     CANDIDATE_MATCHES = #{j : aⱼ = y}         CANDIDATE_LOGP = Σ_{aⱼ ≠ y} log π(aⱼ)
     ER(Z) = exp(−Σ pₖ ln(pₖ + ε)),  p = σ / (Σσ + ε),  σ the singular values of Z without its column means
@@ -15,16 +15,23 @@ Legend: N tokens, K trajectories, T states of the longest, D hidden size, J pref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, Tree
 from turnwise.core.signals import Signal
+from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.engines.kernels.sampling import uniforms
 from turnwise.engines.learner import packed_forward
 from turnwise.engines.learner.packed_forward import ForwardPass
+from turnwise.errors import SettingError
 
 PREDICTED_CHANGES = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
 RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)
@@ -33,6 +40,8 @@ STRIDE = 40
 LONGEST = 512  # a longer trajectory counts with its last states
 EPS = 1e-8
 CHUNK = 1 << 26  # elements in the matrices of one call
+PROMPTS = 8  # of a forward pass that measures angles
+MLPS = ("mlp", "feed_forward", "block_sparse_moe")  # what models call it
 
 # What log π [n, V] of some tokens give, and log π′ of the reference where it is read.
 OF_POLICY = {
@@ -109,7 +118,7 @@ def candidate_logp(forward: ForwardPass, ids: Tensor) -> Field:
     if packed_forward.has_own_head(forward.model):
         gaps = [(log_p.gather(1, rows[part]) * weights[part]).sum(1) for part, log_p in forward.distributions()]
         return Field(batch.tree, TOKEN, count.squeeze(1) * logp + torch.cat(gaps))
-    directions = torch.nn.functional.embedding_bag(rows, head.weight, mode="sum", per_sample_weights=weights)
+    directions = F.embedding_bag(rows, head.weight, mode="sum", per_sample_weights=weights)
     gap = (forward.before * directions).sum(1)
     if head.bias is not None:
         gap = gap + (head.bias[rows] * weights).sum(1)
@@ -135,8 +144,18 @@ def effective_rank_signals(
     for j, n in enumerate(sizes):  # at most a dozen prefixes
         long = (length >= n).nonzero().squeeze(1)
         m[long, j] = effective_rank(z[long, :n], torch.full_like(long, n))
-    values = (whole, *_growth(m, (length - 1).clamp(min=0) // stride))
-    return {name: Field(tree, TRAJECTORY, x) for name, x in zip(RANKS, values)}
+    velocity = acceleration = m.new_zeros(m.shape[0])
+    if m.shape[1] >= 2:
+        count, number = (length - 1).clamp(min=0) // stride, torch.arange(m.shape[1], device=m.device)
+        d = m - F.pad(m.cumsum(1), (1, -1)) / number.clamp(min=1)
+        d = torch.where(
+            (number > 0) & (number < count[:, None]), d, 0.0
+        )  # the first ``count`` ranks of a trajectory exist
+        velocity = d.sum(1) / (count - 1).clamp(min=1)
+        last = d.gather(1, (count - 1).clamp(min=0)[:, None]).squeeze(1)
+        mean_change = (last - d[:, 1]) / (count - 2).clamp(min=1)  # the sum of differences telescopes
+        acceleration = torch.where(count > 2, mean_change, 0.0)
+    return {s: Field(tree, TRAJECTORY, x) for s, x in zip(RANKS, (whole, velocity, acceleration))}
 
 
 def effective_rank(z: Tensor, length: Tensor) -> Tensor:
@@ -154,14 +173,45 @@ def effective_rank(z: Tensor, length: Tensor) -> Tensor:
     return (-(p * (p + EPS).log()).sum(1)).exp()
 
 
-def _growth(m: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Velocity and acceleration [K] of the ranks ``m`` [K, J], of which the first ``count`` exist."""
-    if m.shape[1] < 2:
-        return m.new_zeros(m.shape[0]), m.new_zeros(m.shape[0])
-    number = torch.arange(m.shape[1], device=m.device)
-    d = m - torch.nn.functional.pad(m.cumsum(1), (1, -1)) / number.clamp(min=1)
-    d = torch.where((number > 0) & (number < count[:, None]), d, 0.0)
-    velocity = d.sum(1) / (count - 1).clamp(min=1)
-    last = d.gather(1, (count - 1).clamp(min=0)[:, None]).squeeze(1)
-    mean_change = (last - d[:, 1]) / (count - 2).clamp(min=1)  # the sum of differences telescopes
-    return velocity, torch.where(count > 2, mean_change, 0.0)
+# ---------------------------------------------------------- angles of prompts
+
+
+def concentration(hidden: Tensor, context: int) -> tuple[float, float]:
+    """Mean cosine over all pairs of question tokens, and over all pairs of a question and a context token, of ``hidden`` [T, D],
+    whose first ``context`` rows are the context. A mean over pairs is the product of the two mean directions."""
+    directions = F.normalize(hidden.double(), dim=-1)
+    question = directions[context:].mean(0)
+    inter = float(question @ directions[:context].mean(0)) if context else 0.0
+    return float(question @ question), inter
+
+
+@torch.no_grad()
+def prompt_angles(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    """``concentration`` of each prompt, of the inputs of the last layer's MLP. The context of a prompt is what all prompts begin
+    with, its question is the rest."""
+    last_layer = packed_forward.decoder_layers(model)[-1]
+    same = [len(set(column)) == 1 for column in zip(*prompts)] if len(prompts) > 1 else [False]
+    shared = next((n for n, equal in enumerate(same) if not equal), len(same))
+    context = min(shared, min(map(len, prompts)) - 1)  # a question has at least one token
+    device, angles, seen = next(model.parameters()).device, list[tuple[float, float]](), list[Tensor]()
+    mlps = [mlp for part in MLPS if (mlp := getattr(last_layer, part, None)) is not None]
+    if not mlps:
+        raise SettingError(
+            f"the last layer of {type(model).__name__} has no `mlp`, so angles of its hidden states cannot be measured"
+        )
+    hook = mlps[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    attention = model.config.get_text_config()._attn_implementation
+    use_eager_attention(model)  # for padded ids, whichever attention an engine has given it
+    try:
+        for first in range(0, len(prompts), PROMPTS):
+            part = [torch.tensor(list(prompt)) for prompt in prompts[first : first + PROMPTS]]
+            masks = [torch.ones_like(prompt) for prompt in part]
+            ids, mask = (pad_sequence(rows, batch_first=True).to(device) for rows in (part, masks))
+            seen.clear()
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            states = seen[-1].reshape(len(part), -1, seen[-1].shape[-1])
+            angles += [concentration(rows[: len(prompt)], context) for rows, prompt in zip(states, part)]
+    finally:
+        hook.remove()
+        model.set_attn_implementation(attention)
+    return angles

@@ -146,7 +146,8 @@ class SignalMeasurer:
     @torch.enable_grad()
     def _gradient_norms(self, batch: Batch) -> Field:
         """‖∇ Σₜ log π(yₜ)‖ of each trajectory: one backward pass each."""
-        out, parameters = torch.zeros(len(batch), device=batch.tree.device), list(self.learner.policy())
+        out = torch.zeros(len(batch), device=batch.tree.device)
+        parameters = [p for name, p in self.learner.trained.items() if name.startswith("model/")]
         for k in range(len(batch)):
             total = self.logp(batch.select([k])).x.sum()
             if total.requires_grad:
