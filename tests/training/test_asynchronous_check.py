@@ -85,7 +85,7 @@ class Silent:
 
 
 def test_an_update_waits_once_for_a_sample_that_is_late():
-    check, generator = AsynchronousPolicyCheck(PolicyCheck(), patience=0.01), Silent()
+    check, generator = AsynchronousPolicyCheck(patience=0.01), Silent()
     groups = [Group("a", TASK, (Trajectory("a", TASK, (Turn((1, 2), (3,)),)),))]
 
     async def late() -> None:
@@ -106,7 +106,7 @@ def test_few_tokens_are_not_judged_alone(monkeypatch):
     monkeypatch.setattr(policy_check, "same_policy", lambda *_: next(reports))
     monkeypatch.setattr(AsynchronousPolicyCheck, "_take_sample", lambda self: fresh)
     monkeypatch.setattr(PolicyCheck, "prepare", lambda self, learner, batch: (batch, {}))
-    check = AsynchronousPolicyCheck(PolicyCheck(0.6))
+    check = AsynchronousPolicyCheck(0.6)
     assert [check.prepare(learner, None)[1]["policy_check"] for _ in range(2)] == [0.0, pytest.approx(20 / 50)]
     assert check.prepare(learner, None)[1]["policy_check"] == pytest.approx(40 / 70)
     with pytest.raises(PolicyMismatch, match=r"differ by 0\.67"):

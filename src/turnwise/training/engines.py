@@ -123,8 +123,8 @@ def policy_check_tolerance(settings: Settings) -> float:
 
 def make_policy_check(settings: Settings, recipe: Recipe) -> PolicyCheckProtocol:
     """A recipe that adds noise to the layers needs a forward pass of its own for the check, an asynchronous run a sample."""
-    check = PolicyCheck(policy_check_tolerance(settings), separate=bool(recipe.smoothing))
-    return AsynchronousPolicyCheck(check) if not (settings.staleness.synchronous or settings.offline) else check
+    kind = PolicyCheck if settings.staleness.synchronous or settings.offline else AsynchronousPolicyCheck
+    return kind(policy_check_tolerance(settings), separate=bool(recipe.smoothing))
 
 
 # -------------------------------------------------------------------- learner

@@ -76,9 +76,9 @@ class _GatherRows(torch.autograd.Function):
         return total.index_add_(0, ctx.saved_tensors[0], wide).to(grad.dtype), None
 
 
-def hidden_states(model: PreTrainedModel, sequences: Sequences, after_sampled: bool = False) -> Tensor:
+def hidden_states(model: PreTrainedModel, sequences: Sequences) -> Tensor:
     """Inputs of the LM head at every packed position, [L, D]."""
-    states = packed_states(model, sequences, after_sampled, all_positions=True)
+    states = packed_states(model, sequences, all_positions=True)
     return states.at(torch.arange(len(states.row_of), device=states.row_of.device))
 
 
@@ -100,10 +100,10 @@ def packed_states(
         return PackedStates(separate_states(model.get_decoder(), to(ids), start, routes), to(row_of))
     # Stock norms round gradients to float32 even in a float64 model, and rounding a sum differs from summing the rounded
     # terms. float64 is chosen for exactness, so it shares no prefixes.
-    unshared = model.dtype == torch.float64
-    prefixes = (
-        SharedPrefixes.unshared(ids) if unshared else SharedPrefixes.of(experts.distinct_positions(ids, routes), start)
-    )
+    if model.dtype == torch.float64:
+        prefixes = SharedPrefixes.unshared(ids)
+    else:
+        prefixes = SharedPrefixes.of(experts.distinct_positions(ids, routes), start)
     row_of = torch.zeros_like(sequences.ids).index_copy(0, needed, prefixes.row_of)
     decoder, weight = model.get_decoder(), next(model.parameters())
     layout: PackedLayout | VarlenAttention
@@ -121,14 +121,14 @@ def packed_states(
         layout = PackedLayout(to(start), SharedPrefixes(to(prefixes.computed), to(prefixes.row_of)))
     ids, position, row_of = to(ids), to(position), to(row_of)
     sampled_at = sequences.sampled_at
-    if layers is not None and sampled_at.numel() and not all_positions:
+    if layers is not None and (all_positions or not sampled_at.numel()):
+        return PackedStates(layers(ids, position, layout), row_of)
+    if layers is not None:
         outputs = torch.cat([sampled_at - 1, sampled_at]) if after_sampled else sampled_at - 1
         # the last layer computes the distinct rows that are read, ascending; ``index_of``: each row's index among them
         present = torch.zeros(len(ids), dtype=torch.bool, device=ids.device).index_fill_(0, row_of[to(outputs)], True)
         rows, index_of = present.nonzero().squeeze(1), (present.long().cumsum(0) - 1).clamp_(min=0)
         return PackedStates(layers(ids, position, layout, rows), index_of[row_of])
-    if layers is not None:
-        return PackedStates(layers(ids, position, layout), row_of)
     with forced_routes(decoder, None if routes is None else to(routes[prefixes.computed])):
         out = decoder(input_ids=ids[None], position_ids=position[None], use_cache=False, layout=layout)
     return PackedStates(out.last_hidden_state[0], row_of)

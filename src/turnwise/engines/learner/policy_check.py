@@ -86,7 +86,7 @@ def fresh_trajectories(batch: Batch, version: int) -> Tensor:
     return ours[: max(MIN_TRAJECTORIES, too_few + 1)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolicyCheck:
     """Checks every step over all tokens that our policy sampled at this version, at no cost: ``prepare`` marks the tokens, the
     first update reports the mean difference from its own forward pass, ``check`` compares it with the tolerance."""
@@ -119,13 +119,12 @@ class PolicyCheck:
 
 
 @dataclass
-class AsynchronousPolicyCheck:
+class AsynchronousPolicyCheck(PolicyCheck):
     """With staleness the tokens of a batch are older than the learner, so they cannot show whether its weights arrived. After
     each publication a few tokens are sampled with the new weights: they continue beginnings of dialogues that were trained on,
-    are drawn beside the rollouts, and measured before the next update. Adds to the check of ``in_batch``, which finds tokens of
-    the learner's version in the first steps only."""
+    are drawn beside the rollouts, and measured before the next update. Adds to the check in the batch, which finds tokens
+    of the learner's version in the first steps only."""
 
-    in_batch: PolicyCheck
     patience: float = PATIENCE
     _sample: Future[list[Trajectory]] | None = None
     _event_loop_thread: int = 0
@@ -138,8 +137,8 @@ class AsynchronousPolicyCheck:
         self._event_loop_thread = threading.get_ident()
 
     def prepare(self, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """As for ``in_batch``; the metric is the mean difference of the newest samples, where there are some."""
-        batch, metrics = self.in_batch.prepare(learner, batch)
+        """As in the batch; the metric is the mean difference of the newest samples, where there are some."""
+        batch, metrics = super().prepare(learner, batch)
         fresh = [t for t in self._take_sample() if set(t.turns[0].version) == {learner.version}]
         if not fresh:
             return batch, metrics
@@ -152,10 +151,6 @@ class AsynchronousPolicyCheck:
         if tokens >= MIN_TOKENS:  # in half precision the mean of a dozen tokens raises false alarms
             self.check(difference, learner.version)
         return batch, {**metrics, "policy_check": difference}
-
-    def check(self, difference: float, version: int) -> None:
-        """Raise PolicyMismatch if the difference exceeds the tolerance."""
-        self.in_batch.check(difference, version)
 
     def _take_sample(self) -> list[Trajectory]:
         """What was sampled since the last publication, if it is there in time (rows of the cache may be short)."""

@@ -240,6 +240,7 @@ class ShardedLearner(LocalLearner):
 
     @on_all_ranks
     def _measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
+        # what rank 0 alone can read of a batch is left out before: see ``stripped``
         return super().measure(batch, signals)
 
     # ------------------------------------------------------------- updating
@@ -573,7 +574,7 @@ class StepOfRank:
         if len(empty) and self.learner.rank == 0:  # no model reads them, but they count in statistics
             share = Share(part.select(empty))
             zeros = {s: torch.zeros(share.batch.tree.count(level_of(s))) for s in self.live}
-            self._add(self._loss_of(share, zeros, False)[1])
+            self._loss_of(share, zeros, False)
         rounds = self.learner.deal(part.select(filled)) if len(filled) else []
         for number, shares in enumerate(rounds):
             outputs, signals = self._compute(shares, gradient)
@@ -583,10 +584,8 @@ class StepOfRank:
         outputs, signals = self._compute(shares, gradient=True)
         planned = batch
         if signals:
-            fields = {
-                s: Field(batch.tree, level_of(s), x.new_zeros(batch.tree.count(level_of(s))))
-                for s, x in signals[0].items()
-            }
+            blank = lambda x, level: Field(batch.tree, level, x.new_zeros(batch.tree.count(level)))  # noqa: E731
+            fields = {s: blank(x, level_of(s)) for s, x in signals[0].items()}
             for share, values in zip(shares, signals):
                 for signal, x in values.items() if share.used else ():
                     fields[signal].x[share.rows(level_of(signal))] = x
@@ -648,7 +647,6 @@ class StepOfRank:
                 for name, side in result.side_losses.items():
                     sides.setdefault(name, [{} for _ in shares])[rank] = _gradients(side, leaves)
                 main[rank] = _gradients(result.loss, leaves)
-                self._add(result)
         reached = lambda gradients: {s for of_rank in gradients for s, g in of_rank.items() if g is not None}  # noqa: E731
         self.reached |= reached(main)
 
@@ -668,14 +666,14 @@ class StepOfRank:
     def _loss_of(
         self, share: Share, values: Mapping[Signal, Tensor], gradient: bool
     ) -> tuple[dict[Signal, Tensor], LossProtocol]:
+        """The objective of one micro-batch, added to the sums, and the signals to differentiate it by."""
         micro = share.batch.to(self.learner.device)
         leaves = {s: x.to(self.learner.device).requires_grad_(gradient) for s, x in values.items()}
-        return leaves, self.objective(micro, {s: Field(micro.tree, level_of(s), x) for s, x in leaves.items()})
-
-    def _add(self, result: LossProtocol) -> None:
+        result = self.objective(micro, {s: Field(micro.tree, level_of(s), x) for s, x in leaves.items()})
         self.loss += result.loss.detach().cpu()
         for name, value in result.stats.items():
             self.sums[name] = self.sums.get(name, 0) + torch.as_tensor(value).detach().cpu()
+        return leaves, result
 
 
 def _gradients(scalar: Tensor, leaves: Mapping[Signal, Tensor]) -> Gradients:
