@@ -15,7 +15,6 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +176,13 @@ class _Graph:
         ends = torch.tensor([0, len(first)])
         layout = VarlenAttention(ends, ends, bucket.max_seqlen, first if bucket.keys else None, len(first))
         self.stage_inputs(torch.zeros_like(first), first, layout)
-        capture.warm_up(partial(self._run_once, forward))
+
+        def run_once() -> None:  # without a graph, so that kernels are compiled and libraries allocate workspaces
+            out, leaves = self._run(forward)
+            if bucket.grad:
+                torch.autograd.grad(out, leaves, torch.zeros_like(out))
+
+        capture.warm_up(run_once)
         with capture.exclusive():
             torch.cuda.empty_cache()  # the graph's pool cannot use what the warm-up allocated, and it is as large
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -196,17 +201,10 @@ class _Graph:
         return forward(*self.inputs(), alias), [alias[p] for p in self.captured.parameters]
 
     def inputs(self) -> tuple[Tensor, Tensor, VarlenAttention]:
-        """The staged ids, positions and layout."""
         ids, position, cu_seqlens_q, cu_seqlens_k, source = self.input_buffer.split(self.bucket.input_sizes)
         bucket, source = self.bucket, source if self.bucket.keys else None
         layout = VarlenAttention(cu_seqlens_q.int(), cu_seqlens_k.int(), bucket.max_seqlen, source, bucket.rows)
         return ids, position, layout
-
-    def _run_once(self, forward: LayersForward) -> None:
-        """Without a graph, so that kernels are compiled and libraries allocate workspaces."""
-        out, leaves = self._run(forward)
-        if self.bucket.grad:
-            torch.autograd.grad(out, leaves, torch.zeros_like(out))
 
     def stage_inputs(self, ids: Tensor, position: Tensor, layout: VarlenAttention) -> None:
         """Pad the inputs to the bucket and stage all of them in one pinned host-to-device copy: the fixed cost of a copy

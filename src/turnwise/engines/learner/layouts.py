@@ -224,9 +224,7 @@ class VarlenAttention:
         return cls(cu_seqlens_q, cu_seqlens_k, max_seqlen, source, len(prefixes.computed))
 
     def to(self, device: torch.device | str) -> VarlenAttention:
-        cu_seqlens_q, cu_seqlens_k = (
-            to_device(x.to(torch.int32), device) for x in (self.cu_seqlens_q, self.cu_seqlens_k)
-        )
+        cu_seqlens_q, cu_seqlens_k = (to_device(x.int(), device) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
         source = None if self.key_source is None else to_device(self.key_source, device)
         return VarlenAttention(cu_seqlens_q, cu_seqlens_k, self.max_seqlen, source, self.rows)
 

@@ -51,17 +51,10 @@ class LocalLearner:
     """A ``protocols.Learner`` around any Transformers causal LM. It modifies the model in place: do not call it elsewhere."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: LearnerSettings | None = None,
-        *,
-        critic: int = 0,
-        turn_critic: bool = False,
-        separate_critic: bool = False,
-        teacher: PreTrainedModel | None = None,
-        noise: Any = None,
+        self, model: PreTrainedModel, settings: LearnerSettings | None = None, *, critic: int = 0, turn_critic: bool = False,
+        separate_critic: bool = False, teacher: PreTrainedModel | None = None, noise: Any = None,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``critic``: number of token value heads; ``turn_critic``: also estimate values of whole turns; ``separate_critic``:
         give the critic its own trunk and optimizer. ``teacher``: a frozen model with the same vocabulary. ``noise``: an
         ``algebra.LayerNoise``."""
@@ -375,9 +368,9 @@ class LayerNoiseHooks:
         self.log_sigma = nn.Parameter(torch.full((len(layers),), math.log(sigma), device=device, dtype=dtype))
         self._seed: int | None = None
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(
-                lambda _, args, kwargs, n=number: self._add(n, args, kwargs), with_kwargs=True
-            )
+            # a function, not a partial: copies of the model keep it as it is, and so follow the noise of the policy
+            hook = lambda _, args, kwargs, n=number: self._add(n, args, kwargs)  # noqa: E731
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _add(self, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if self._seed is None:

@@ -382,6 +382,7 @@ class LlamaLayers:
         elif frozen is not None and frozen.dtype == dtype and not self.fp8:
             fused = frozen
         else:
+            # ``cat`` of one tensor would copy it
             fused = (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
             fused = self._rounded(fused) if self.fp8 else fused
         bias = (biases[0] if len(biases) == 1 else torch.cat(biases)).to(dtype) if biases else None

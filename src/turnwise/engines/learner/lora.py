@@ -48,6 +48,7 @@ def inject(model: PreTrainedModel, rank: int, alpha: float | None) -> None:
         if packed_experts(model):
             warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")  # they get none
         kind: dict[str, Any] = {"lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        # first without exclusions: layers of these names are plain ones in other models
         for excluded in (None, STATE_SPACE_LAYERS):
             settings = peft.LoraConfig(r=rank, lora_alpha=alpha, exclude_modules=excluded, **kind)
             try:

@@ -67,16 +67,13 @@ class LearnerSettings:
 
     @property
     def fp8(self) -> bool:
-        """Whether the layers' matrix products are rounded to fp8, as an fp8 generator's are."""
         return self.dtype == "fp8"
 
     @property
     def four_bit(self) -> bool:
-        """Whether frozen weights are kept in 4 bits."""
         return self.dtype == "nf4"
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """The compute dtype on this device."""
         if self.dtype in ("auto", "fp8", "nf4"):
             return torch.bfloat16 if device.type == "cuda" else torch.float32
         return getattr(torch, self.dtype)

@@ -337,12 +337,13 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Choose how this model runs packed sequences, and verify on random ids that its logits do not change."""
     attention_interface.use_eager_attention(model)  # the model's own choice may not support float32
     experts.attach_routing(model)
+    # three lengths, two of them with the same beginning: packing, padding and shared prefixes all take part
     lengths = (5, 12, 9)
     head = lm_head(model)
     device, generator = head.weight.device, torch.Generator().manual_seed(0)
     embedding: Tensor = next(model.get_input_embeddings().parameters())
     ids = torch.randint(min(len(head.weight), len(embedding)), (sum(lengths),), generator=generator).to(device)
-    ids[-lengths[2] : -lengths[2] + 4] = ids[lengths[0] : lengths[0] + 4]  # a shared prefix
+    ids[-lengths[2] : -lengths[2] + 4] = ids[lengths[0] : lengths[0] + 4]
     start = torch.tensor([0, *lengths], device=device).cumsum(0)
     sequences = Sequences(ids, start, torch.arange(len(lengths), device=device), start[:0])
     with torch.no_grad():

@@ -241,6 +241,7 @@ class RankPool:
         with self._lock:
             if self.files is None:
                 raise RankFault("the ranks of this learner have ended")
+            # rank 0 computes with as many threads as the others while they share the cores, and samples with its own number
             self._caller, threads = threading.get_ident(), torch.get_num_threads()
             torch.set_num_threads(self.threads)
             try:

@@ -9,12 +9,9 @@ from turnwise.core.signals import Signal
 
 
 def unserved_reason(
-    signals: frozenset[Signal],
-    layer_noise: bool = False,
-    dtype: str = "auto",
-    offload: bool = False,
+    signals: frozenset[Signal], layer_noise: bool = False, dtype: str = "auto", offload: bool = False,
     resets_reference: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """Why several ranks cannot serve what a run asks of its learner; empty if they can."""
     table = (
         (Signal.GRADIENT_NORM in signals,

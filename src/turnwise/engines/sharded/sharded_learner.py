@@ -85,20 +85,10 @@ class ShardedLearner(LocalLearner):
     files: Any  # a group of all ranks whose operations may take long
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: LearnerSettings | None = None,
-        *,
-        ranks: int,
-        signals: frozenset[Signal],
-        gather: Gather | None = None,
-        threads: int = 1,
-        teacher: PreTrainedModel | None = None,
-        device: torch.device | str = "cpu",
-        pool: RankPool | None = None,
-        folder: Path | None = None,
-        **critic: Any,
-    ) -> None:
+        self, model: PreTrainedModel, settings: LearnerSettings | None = None, *, ranks: int, signals: frozenset[Signal],
+        gather: Gather | None = None, threads: int = 1, teacher: PreTrainedModel | None = None,
+        device: torch.device | str = "cpu", pool: RankPool | None = None, folder: Path | None = None, **critic: Any,
+    ) -> None:  # fmt: skip
         """``signals``: all that will be measured. ``gather``: None: by step on a CPU, where ranks share one memory, and by block
         on GPUs. ``threads``: of each rank. ``pool``: ranks that were started before, and end later. ``folder``: of the
         checkpoints; ranks on several machines also find the model there. ``critic``: as for the local learner."""
@@ -537,6 +527,7 @@ def rows_of_ranks(batch: Batch, ranks: int) -> list[list[int]]:
 def _balance(units: Iterable[tuple[int, list[int]]], ranks: int) -> list[list[int]]:
     """Give the next largest unit to the rank with the least load."""
     loads, rows = [0] * ranks, [list[int]() for _ in range(ranks)]
+    # equal costs by their rows: every rank deals by itself, and all must deal alike
     for cost, unit in sorted(units, key=lambda u: (-u[0], u[1])):
         rank = loads.index(min(loads))
         loads[rank] += cost

@@ -110,6 +110,7 @@ class RewardProbe:
         target = where(peers > 1, reward.leave_one_out(GROUP), reward)
         y = target.x.to(z.device)[trajectory]
         rows = torch.cat([torch.ones_like(z[:, :1]), z, y[:, None]], 1)
+        # older batches fade once for each new batch, however many updates read it
         older = 0.0 if self.moments is None else self.moments * (self.forget if self._new_batch else 1.0)
         self.moments, self._new_batch = rows.T @ rows + older, False
         self._fit()
