@@ -148,9 +148,6 @@ class Peer:
     beats: int = -1  # signs of life so far ...
     heard: float = 0.0  # ... and when the last one came
 
-    def how_it_ended(self) -> str:
-        return self.process.how_it_ended() if self.process is not None else ""
-
 
 class RankPool:
     """``size`` ranks, of which the calling process is the first."""
@@ -191,7 +188,7 @@ class RankPool:
             for peer in missing:
                 if self.store.check([ABOUT.format(peer.rank)]):
                     peer.about = json.loads(self.store.get(ABOUT.format(peer.rank)))
-                elif how := peer.how_it_ended():
+                elif peer.process is not None and (how := peer.process.how_it_ended()):
                     raise RankFault(f"rank {peer.rank} of {self.size} {how}")
             if time.monotonic() > until:
                 raise RankFault(
@@ -200,6 +197,7 @@ class RankPool:
                 )
             time.sleep(0.02)
         elsewhere = [peer.about["address"] for peer in self.peers if peer.about and peer.about["node"]]
+        self.several_machines = bool(elsewhere)
         # by the way to a rank on another machine: one of this machine may know an address that leads nowhere else
         interface = interface_toward(elsewhere[0])[1] if elsewhere else LOOPBACK
         self.store.set(INTERFACE, interface)
@@ -210,10 +208,6 @@ class RankPool:
                 f"torch could not connect the ranks ({str(fault).splitlines()[0]}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
                 "name the network interface that they use, on each machine"
             ) from fault
-
-    @property
-    def several_machines(self) -> bool:
-        return any(peer.about and peer.about["node"] for peer in self.peers)
 
     @property
     def processes(self) -> list[RankProcess]:
@@ -267,7 +261,7 @@ class RankPool:
         until, silent = time.monotonic() + NAMING_SECONDS, list(self.peers)
         while silent and time.monotonic() < until:
             for peer in list(silent):
-                how, key = peer.how_it_ended(), FAULT.format(peer.rank)
+                how, key = peer.process.how_it_ended() if peer.process is not None else "", FAULT.format(peer.rank)
                 # empty: it ended because another one failed; None: it has said nothing
                 said = pickle.loads(bytes.fromhex(self.store.get(key).decode())) if self.store.check([key]) else None
                 if isinstance(said, TurnwiseError):

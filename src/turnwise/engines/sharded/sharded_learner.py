@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,16 +64,15 @@ REFERENCES = frozenset({Signal.REFERENCE, Signal.HELLINGER})
 UNEVEN = 1.1  # load of the fullest rank over the mean above which groups are dealt apart
 FIND_SECONDS = 15.0  # a network filesystem may show a file late
 Gradients = dict[Signal, Tensor | None]
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def on_all_ranks(method: Callable[Concatenate[ShardedLearner, P], R]) -> Callable[Concatenate[ShardedLearner, P], R]:
+def on_all_ranks(method: Callable[..., R]) -> Callable[..., R]:
     """Called on rank 0, a method runs on every rank, each time with the same arguments."""
 
     @functools.wraps(method)
-    def call(self: ShardedLearner, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(self, *args, **kwargs) if self.pool is None else self.pool.call(method, self, *args)
+    def call(self: ShardedLearner, *args: Any) -> R:
+        return method(self, *args) if self.pool is None else self.pool.call(method, self, *args)
 
     return call
 
@@ -237,17 +236,15 @@ class ShardedLearner(LocalLearner):
     def update(
         self, batch: Batch, objective: ObjectiveProtocol, while_waiting: Callable[[], object] | None = None
     ) -> dict[str, float]:
-        assert self.pool is not None
+        if self.pool is None:  # on ranks 1, 2 ..., which rank 0 has called
+            return super().update(batch, objective)
         elsewhere = AbsentObjective(objective.signals_with_gradient, objective.signals_before_step)
         arguments = (stripped(batch), elsewhere)
-        metrics = self.pool.call(ShardedLearner._update, self, batch, objective, of_others=arguments)
+        metrics = self.pool.call(LocalLearner.update, self, batch, objective, of_others=arguments)
         self._stale = True
         if while_waiting is not None:
             while_waiting()
         return metrics
-
-    def _update(self, batch: Batch, objective: ObjectiveProtocol) -> dict[str, float]:
-        return super().update(batch, objective)
 
     def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
         """Sum gradients over the micro-batches of all ranks; losses and statistics on rank 0, which evaluates the objective."""
