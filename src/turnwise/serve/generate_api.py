@@ -19,15 +19,15 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.errors import RecordError
 from turnwise.rollout.agent_episode import CallRefused
-from turnwise.serve.openai_wire import error_body
 from turnwise.serve.policy_host import GenerateCall, HostLimits, PolicyHost
+from turnwise.serve.wires import STATUS, Body, check, error_body
 
 FINISH = {Stop.TOKEN: "stop", Stop.STRING: "stop", Stop.LENGTH: "length", Stop.CANCELLED: "abort"}
 READ = {
@@ -39,61 +39,99 @@ ONLY = {  # parameters that would change the distribution: accepted with the val
     "include_stop_str_in_output": False, "prompt_logprobs": None, "logit_bias": None, "bad_words": None,
     "structured_outputs": None, "allowed_token_ids": None,
 }  # fmt: skip
-
-
-STATUS = {  # of a refusal, by its code
-    "invalid_api_key": 401, "not_found": 404, "body_too_large": 413, "busy": 429, "not_owner": 409, "out_of_order": 409,
-    "not_paused": 409, "no_update": 409, "no_base": 409, "in_use": 409, "stuck": 503,
-}  # fmt: skip
+KNOWN = (
+    "/inference/v1/generate, /abort_requests, /pause, /resume, /is_paused, /init_weight_transfer_engine, "
+    "/start_weight_update, /update_weights, /finish_weight_update, /weight_info, /get_world_size, /v1/models, /health, "
+    "/turnwise/v1/ info, attach, sessions, alive and release"
+)
+# calls that change what the server samples with: a run that names itself must be its owner; vLLM's clients name nobody
+OF_OWNER = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 MAX_THREADS = 1024
-Body = dict[str, Any]
 
 
 class GenerateApi:
-    """The routes over one host, by method and path."""
+    """The routes over one host."""
 
     def __init__(self, host: PolicyHost) -> None:
-        self.host, self.asked = host, 0
-        self.routes: Mapping[tuple[str, str], Callable[[Body], Awaitable[Body]]] = {
-            ("POST", "/inference/v1/generate"): self.generate,
-            ("POST", "/inference/v1/abort_requests"): self.abort,
-            ("POST", "/abort_requests"): self.abort,
-            ("POST", "/pause"): self.pause,
-            ("POST", "/resume"): self.resume,
-            ("GET", "/is_paused"): self.is_paused,
-            ("POST", "/init_weight_transfer_engine"): self.init_transfer,
-            ("POST", "/start_weight_update"): self.start_update,
-            ("POST", "/update_weights"): self.update_weights,
-            ("POST", "/finish_weight_update"): self.finish_update,
-            ("GET", "/weight_info"): self.weight_info,
-            ("GET", "/get_world_size"): self.world_size,
-            ("GET", "/v1/models"): self.models,
-            ("GET", "/health"): self.health,
-            ("GET", "/turnwise/v1/info"): self.info,
-            ("POST", "/turnwise/v1/attach"): self.attach,
-            ("POST", "/turnwise/v1/sessions"): self.sessions,
-            ("POST", "/turnwise/v1/alive"): self.alive,
-            ("POST", "/turnwise/v1/release"): self.release,
-        }
+        self.host, self.requests = host, 0
 
     async def answer(self, method: str, path: str, body: Body) -> tuple[int, Body]:
         """The status of a call, and its reply. ``body`` holds what stood behind the question mark, too. A fault of the server is
         told in its own words: the run that asked shows them."""
         try:
-            if (method, path) not in self.routes:
-                known = ", ".join(path for _, path in self.routes)
-                raise CallRefused("not_found", f"no {method} {path[:80]}; known: {known}")
-            return 200, await self.routes[method, path](body)
+            if path in OF_OWNER and "client" in body:
+                self.host.check_owner(body["client"])
+            return 200, await self._reply(f"{method} {path}", body)
         except CallRefused as refusal:
             return STATUS.get(refusal.code, 400), error_body(refusal.code, str(refusal))
         except Exception as fault:
             return 500, error_body("server_error", f"{type(fault).__name__}: {fault}")
 
-    # ---------------------------------------------------------------- requests
+    async def _reply(self, route: str, body: Body) -> Body:
+        host = self.host
+        match route:
+            case "POST /inference/v1/generate":
+                return await self.generate(body)
+            case "POST /abort_requests" | "POST /inference/v1/abort_requests":
+                ids = body.get("request_ids") or []
+                texts = isinstance(ids, list) and all(isinstance(name, str) for name in ids)
+                check(texts, "'request_ids' is {!r:.60}; write a list of texts", ids)
+                return {"status": "aborted", "aborted": await host.abort(ids)}
+            case "POST /pause":
+                await host.pause(body.get("mode", "abort"))
+                return {"status": "paused"}
+            case "POST /resume":
+                host.resume()
+                return {"status": "resumed"}
+            case "GET /is_paused":
+                return {"is_paused": host.paused}
+            case "POST /init_weight_transfer_engine":
+                info = body.get("init_info")
+                check(isinstance(info, dict), "'init_info' is {!r:.60}; write an object", info)
+                return {"message": "Weight transfer initialized"}
+            case "POST /start_weight_update":
+                host.start_update()
+                return {"message": "Weight update started"}
+            case "POST /update_weights":
+                await host.receive(body.get("update_info"))
+                return {"message": "Weights updated"}
+            case "POST /finish_weight_update":
+                label = body.get("weight_version")
+                usable = label is None or (isinstance(label, str) and 0 < len(label) <= 100)
+                check(usable, "'weight_version' is {!r:.60}; write a text of at most 100 characters", label)
+                await host.finish_update(label or "")
+                return {"message": "Weight update finished"}
+            case "GET /weight_info":
+                return {"weight_version": host.label, "sha256": host.digest, **host.weight_needs()}
+            case "GET /get_world_size":
+                return {"world_size": 1}
+            case "GET /v1/models":
+                name = host.facts["model"]
+                model = {"id": name, "object": "model", "created": 0, "owned_by": "turnwise", "root": name}
+                return {"object": "list", "data": [{**model, "max_model_len": host.limits.context}]}
+            case "GET /health":
+                reason = host.stuck()
+                check(not reason, "{}", reason, code="stuck")
+                return {"status": "ok"}
+            case "GET /turnwise/v1/info":
+                return self.info()
+            case "POST /turnwise/v1/attach":
+                return await self.attach(body)
+            case "POST /turnwise/v1/sessions":
+                host.apply(body.get("client"), body.get("number"), body.get("changes"))
+                return {"open": len(host.sessions)}
+            case "POST /turnwise/v1/alive":
+                host.check_owner(body.get("client"))
+                return {"status": "ok"}
+            case "POST /turnwise/v1/release":
+                host.release(body.get("client"))
+                return {"status": "released"}
+        raise CallRefused("not_found", f"no {route[:90]}; known: {KNOWN}")
+
     async def generate(self, body: Body) -> Body:
         """Cancelled, where nobody waits for the reply any longer: the request ends with it."""
-        self.asked += 1
-        call = read_call(body, self.asked, self.host.facts["vocabulary"], self.host.limits.stop_ids)
+        self.requests += 1
+        call = read_call(body, self.requests, self.host.facts["vocabulary"], self.host.limits.stop_ids)
         if call.session:
             self.host.check_owner(body.get("client"))
         # seconds in which the generator had requests, but waited for dialogues without one
@@ -103,74 +141,7 @@ class GenerateApi:
         # less than before where a trainer got another generator meanwhile
         return reply_body(call.request_id, done, self.host.labels, call.sampling_mask, max(0.0, held))
 
-    async def abort(self, body: Body) -> Body:
-        ids = body.get("request_ids") or []
-        if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
-            raise CallRefused("invalid_request", f"'request_ids' is {ids!r:.60}; write a list of texts")
-        return {"status": "aborted", "aborted": await self.host.abort(ids)}
-
-    # ------------------------------------------------------- pauses and weights
-    def _check_owner(self, body: Body) -> None:
-        """In calls that change what the server samples with, a run that names itself must be its owner; vLLM's name nobody."""
-        if "client" in body:
-            self.host.check_owner(body["client"])
-
-    async def pause(self, body: Body) -> Body:
-        self._check_owner(body)
-        await self.host.pause(body.get("mode", "abort"))
-        return {"status": "paused"}
-
-    async def resume(self, body: Body) -> Body:
-        self._check_owner(body)
-        self.host.resume()
-        return {"status": "resumed"}
-
-    async def is_paused(self, body: Body) -> Body:
-        return {"is_paused": self.host.paused}
-
-    async def init_transfer(self, body: Body) -> Body:
-        if not isinstance(body.get("init_info"), dict):
-            raise CallRefused("invalid_request", f"'init_info' is {body.get('init_info')!r:.60}; write an object")
-        return {"message": "Weight transfer initialized"}
-
-    async def start_update(self, body: Body) -> Body:
-        self._check_owner(body)
-        self.host.start_update()
-        return {"message": "Weight update started"}
-
-    async def update_weights(self, body: Body) -> Body:
-        self._check_owner(body)
-        await self.host.receive(body.get("update_info"))
-        return {"message": "Weights updated"}
-
-    async def finish_update(self, body: Body) -> Body:
-        self._check_owner(body)
-        label = body.get("weight_version")
-        if label is not None and (not isinstance(label, str) or not 0 < len(label) <= 100):
-            raise CallRefused(
-                "invalid_request", f"'weight_version' is {label!r:.60}; write a text of at most 100 characters"
-            )
-        await self.host.finish_update(label or "")
-        return {"message": "Weight update finished"}
-
-    async def weight_info(self, body: Body) -> Body:
-        return {"weight_version": self.host.label, "sha256": self.host.digest, **self.host.weight_needs()}
-
-    async def world_size(self, body: Body) -> Body:
-        return {"world_size": 1}
-
-    # ------------------------------------------------------------------- state
-    async def health(self, body: Body) -> Body:
-        if reason := self.host.stuck():
-            raise CallRefused("stuck", reason)
-        return {"status": "ok"}
-
-    async def models(self, body: Body) -> Body:
-        name = self.host.facts["model"]
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "turnwise", "root": name}
-        return {"object": "list", "data": [{**model, "max_model_len": self.host.limits.context}]}
-
-    async def info(self, body: Body) -> Body:
+    def info(self) -> Body:
         host, limits = self.host, self.host.limits
         return {
             "server": "turnwise",
@@ -186,37 +157,18 @@ class GenerateApi:
             "engine": host.generator.describe(),
         }
 
-    # ---------------------------------------------------------------- sessions
     async def attach(self, body: Body) -> Body:
         client, stop_ids = body.get("client"), body.get("stop_ids")
-        if not isinstance(client, str) or not client:
-            raise CallRefused("invalid_request", "'client' is missing; write a text that names the run")
-        if not isinstance(stop_ids, list) or not all(type(token) is int for token in stop_ids):
-            raise CallRefused("invalid_request", f"'stop_ids' is {stop_ids!r:.60}; write a list of token ids")
-        sizes: list[Any] = [body.get("slots"), body.get("context")]
-        if not all(type(size) is int for size in sizes):
-            raise CallRefused("invalid_request", f"'slots' and 'context' are {sizes!r:.60}; write whole numbers")
-        threads, deterministic = body.get("threads", 0), body.get("deterministic", True)
-        if type(threads) is not int or not 0 <= threads <= MAX_THREADS or not isinstance(deterministic, bool):
-            raise CallRefused(
-                "invalid_request", "'threads' is no small whole number, or 'deterministic' is not true or false"
-            )
-        limits = HostLimits(sizes[0], sizes[1], tuple(stop_ids), deterministic, threads)
-        granted = await self.host.attach(client, limits, str(body.get("run") or ""))
+        check(isinstance(client, str) and client, "'client' is missing; write a text that names the run")
+        ids = isinstance(stop_ids, list) and all(type(token) is int for token in stop_ids)
+        check(ids, "'stop_ids' is {!r:.60}; write a list of token ids", stop_ids)
+        slots, context = _integer(body, "slots", None, low=1), _integer(body, "context", None, low=1)
+        threads, deterministic = _integer(body, "threads", 0, low=0, high=MAX_THREADS), body.get("deterministic", True)
+        check(isinstance(deterministic, bool), "'deterministic' is {!r:.60}; write true or false", deterministic)
+        limits = HostLimits(slots, context, tuple(stop_ids or ()), deterministic, threads)
+        granted = await self.host.attach(str(client), limits, str(body.get("run") or ""))
         engine = self.host.generator.describe()
         return {"slots": granted.slots, "context": granted.context, "engine": engine, **self.host.weight_needs()}
-
-    async def sessions(self, body: Body) -> Body:
-        self.host.apply(body.get("client"), body.get("number"), body.get("changes"))
-        return {"open": len(self.host.sessions)}
-
-    async def alive(self, body: Body) -> Body:
-        self.host.check_owner(body.get("client"))
-        return {"status": "ok"}
-
-    async def release(self, body: Body) -> Body:
-        self.host.release(body.get("client"))
-        return {"status": "released"}
 
 
 # ------------------------------------------------------------ token ids in and out
@@ -224,18 +176,24 @@ class GenerateApi:
 
 def read_call(body: Mapping[str, Any], number: int, vocabulary: int, stop_ids: Sequence[int]) -> GenerateCall:
     """A request; refuses what this server cannot do, with what to write instead."""
-    if body.get("stream"):
-        raise CallRefused("unsupported_parameter", "'stream' is true; replies are sent whole, write false")
+    unsupported, params = "unsupported_parameter", body.get("sampling_params")
+    check(not body.get("stream"), "'stream' is true; replies are sent whole, write false", code=unsupported)
     for name in ("features", "content_parts"):
-        if body.get(name):
-            raise CallRefused("unsupported_parameter", f"'{name}' is given; this server reads token ids alone")
-    params = body.get("sampling_params")
-    if not isinstance(params, Mapping):
-        raise CallRefused("invalid_request", f"'sampling_params' is {params!r:.60}; write an object")
-    _refuse_parameters(params, stop_ids)
+        check(not body.get(name), "'{}' is given; this server reads token ids alone", name, code=unsupported)
+    check(isinstance(params, Mapping), "'sampling_params' is {!r:.60}; write an object", params)
+    assert isinstance(params, Mapping)
+    for name, value in params.items():
+        if name not in READ and name not in NO_EFFECT and value is not None:
+            check(name in ONLY, "sampling_params has {!r:.60}, which this server does not know", name, code=unsupported)
+            harmless, wrong = ONLY.get(name), "sampling_params.{} is {!r:.60}; write {!r}"
+            check(value == harmless, wrong, name, value, harmless, code=unsupported)
+    ends = params.get("stop_token_ids") or []
+    usual = isinstance(ends, list) and set(map(str, ends)) <= set(map(str, stop_ids))
+    wrong = "sampling_params.stop_token_ids is {!r:.60}; this server ends a turn at {}"
+    check(usual, wrong, ends, sorted(stop_ids), code=unsupported)
     session, request_id = body.get("session", ""), body.get("request_id") or f"generate-{number}"
-    if not isinstance(session, str) or not isinstance(request_id, str):
-        raise CallRefused("invalid_request", "'session' or 'request_id' is no text")
+    texts = isinstance(session, str) and isinstance(request_id, str)
+    check(texts, "'session' or 'request_id' is no text")
     seed = _integer(params, "seed", number, low=-(1 << 63), high=(1 << 63) - 1)
     ids, with_mask = read_ids(body.get("token_ids"), vocabulary), params.get("sampling_mask") is True
     return GenerateCall(request_id, ids, _sampling(params), seed, session, with_mask)
@@ -243,40 +201,20 @@ def read_call(body: Mapping[str, Any], number: int, vocabulary: int, stop_ids: S
 
 def read_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
     """Token ids of the vocabulary."""
-    if not isinstance(value, list) or not value:
-        raise CallRefused("invalid_request", f"'token_ids' is {value!r:.60}; write a list of at least one token id")
-    for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < vocabulary:
-            raise CallRefused(
-                "invalid_request",
-                f"'token_ids' holds {token!r:.40} at position {position}; this model has the ids 0 to {vocabulary - 1}",
-            )
+    usable = isinstance(value, list) and value
+    check(usable, "'token_ids' is {!r:.60}; write a list of at least one token id", value)
+    # ``type``: to Python, true is an integer
+    wrong = next((n for n, token in enumerate(value) if type(token) is not int or not 0 <= token < vocabulary), None)
+    text = "'token_ids' holds {!r:.40} at position {}; this model has the ids 0 to {}"
+    check(wrong is None, text, value[wrong or 0], wrong, vocabulary - 1)
     return tuple(value)
-
-
-def _refuse_parameters(params: Mapping[str, Any], stop_ids: Sequence[int]) -> None:
-    for name, value in params.items():
-        if name in READ or name in NO_EFFECT or value is None:
-            continue
-        if name not in ONLY:
-            raise CallRefused(
-                "unsupported_parameter", f"sampling_params has {name!r:.60}, which this server does not know"
-            )
-        if value != ONLY[name]:
-            raise CallRefused("unsupported_parameter", f"sampling_params.{name} is {value!r:.60}; write {ONLY[name]!r}")
-    ends = params.get("stop_token_ids")
-    if ends and (not isinstance(ends, list) or not set(map(str, ends)) <= set(map(str, stop_ids))):
-        raise CallRefused(
-            "unsupported_parameter",
-            f"sampling_params.stop_token_ids is {ends!r:.60}; this server ends a turn at {sorted(stop_ids)}",
-        )
 
 
 def _sampling(params: Mapping[str, Any]) -> Sampling:
     stop = params.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise CallRefused("invalid_request", f"sampling_params.stop is {params['stop']!r:.60}; write a list of texts")
+    texts = all(isinstance(text, str) and text for text in stop)
+    check(texts, "sampling_params.stop is {!r:.60}; write a list of texts", params.get("stop"))
     try:
         return Sampling(
             temperature=_number(params, "temperature", 1.0),
@@ -293,43 +231,36 @@ def _sampling(params: Mapping[str, Any]) -> Sampling:
 
 def _number(params: Mapping[str, Any], name: str, default: float) -> float:
     value = default if params.get(name) is None else params[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CallRefused("invalid_request", f"sampling_params.{name} is {value!r:.60}; write a number")
+    usable = type(value) in (int, float) and math.isfinite(value)
+    check(usable, "sampling_params.{} is {!r:.60}; write a number", name, value)
     return float(value)
 
 
-def _integer(params: Mapping[str, Any], name: str, default: int, low: int, high: int = 1 << 31) -> int:
-    value = default if params.get(name) is None else params[name]
-    if type(value) is not int or not low <= value <= high:
-        raise CallRefused(
-            "invalid_request", f"sampling_params.{name} is {value!r:.60}; write a whole number from {low}"
-        )
+def _integer(fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int = 1 << 31) -> int:
+    value: Any = default if fields.get(name) is None else fields[name]
+    check(type(value) is int and low <= value <= high, "{} is {!r:.60}; write a whole number from {}", name, value, low)
     return int(value)
 
 
 def reply_body(
     request_id: str, done: Completion, labels: Mapping[int, str], sampling_mask: bool = False, held: float = 0.0
-) -> dict[str, Any]:
+) -> Body:
     """The reply to a request. Numbers travel as the shortest text that reads back as the same float, so log-probabilities are
     exact. ``labels``: what the trainer calls each version of the weights. ``sampling_mask``: with the ids
     that the filters kept, as vLLM's option ``--return-sampling-mask`` names them; an empty list: not recorded. ``held``: seconds
     in which the generator waited for other dialogues."""
     tokens = list(done.tokens)
-    content: list[dict[str, Any]] = [
+    content: list[Body] = [
         {"token_id": token, "logprob": logp, "rank": None, "top_logprobs": []} for token, logp in zip(tokens, done.logp)
     ]
-    ours: dict[str, Any] = {"stop": str(done.stop), "seconds": done.seconds}
+    ours: Body = {"stop": str(done.stop), "seconds": done.seconds}
+    measured = {"mass": done.mass if any(done.mass) else (), "entropy": done.entropy, "confidence": done.confidence}
+    ours |= {name: list(values) for name, values in measured.items() if values}
     if held:
         ours["seconds_held"] = held
-    if any(done.mass):
-        ours["mass"] = list(done.mass)
-    if done.entropy:
-        ours["entropy"] = list(done.entropy)
-    if done.confidence:
-        ours["confidence"] = list(done.confidence)
     if done.routes:
         ours["routes"] = {"rows": len(done.routes), "data": base64.b64encode(b"".join(done.routes)).decode()}
-    choice: dict[str, Any] = {
+    choice: Body = {
         "index": 0,
         "finish_reason": FINISH[done.stop],
         "stop_reason": None,
@@ -343,10 +274,9 @@ def reply_body(
     return {"request_id": request_id, "choices": [choice], "prompt_logprobs": None, "kv_transfer_params": None}
 
 
-def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[dict[str, Any]]:
+def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[Body]:
     """Which weights sampled which tokens, as spans [start, end)."""
-    spans: list[dict[str, Any]] = []
-    start = 0
+    spans, start = list[Body](), 0
     for version, members in groupby(versions):
         end = start + len(list(members))
         spans.append({"version": labels.get(version, str(version)), "start": start, "end": end})

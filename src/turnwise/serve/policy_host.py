@@ -12,25 +12,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.core.protocols import Generator, Session
 from turnwise.core.records import Completion, Sampling
 from turnwise.errors import SettingError, StoreError
 from turnwise.rollout.agent_episode import CallRefused
+from turnwise.serve.wires import check
 
 MAX_SESSIONS = 65_536
 MAX_IN_FLIGHT = MAX_SESSIONS  # a deterministic generator waits for all of them
 IDLE_SECONDS = 0.05  # until a generator has noticed that its last dialogue was closed
 SILENT_SECONDS = 60.0  # after which an owner that says nothing may be replaced
 STUCK_SECONDS = 60.0  # without a prefill or decode step while requests could be decoded
-MODES = ("abort", "wait")
-
-
-class HostedSession(Session, Protocol):
-    """A dialogue that can also be made active before its request arrives."""
-
-    def unpark(self) -> None: ...
+CHANGES = ("open", "park", "unpark", "cancel", "close")
+RESTARTS = "the server starts again for another run; try again later"
 
 
 @dataclass(frozen=True)
@@ -97,10 +93,10 @@ class _NoGenerator:
         return "starting again for another run"
 
     def open(self, seed: int, draft: bool = False) -> Session:
-        raise CallRefused("busy", "the server starts again for another run; try again later")
+        raise CallRefused("busy", RESTARTS)
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        raise CallRefused("busy", "the server starts again for another run; try again later")
+        raise CallRefused("busy", RESTARTS)
 
 
 class PolicyHost:
@@ -121,7 +117,7 @@ class PolicyHost:
         self.limits = most
         self.generator: Generator = make(most)
         self.client, self.run, self.heard = "", "", 0.0  # the owner, its run, and when it last said something
-        self.sessions: dict[str, HostedSession] = {}
+        self.sessions: dict[str, Any] = {}  # each can also be unparked: made active before its request arrives
         self.parked: set[str] = set()
         self.in_flight: dict[str, Session] = {}
         self.labels: dict[int, str] = {self.generator.version: "initial"}
@@ -138,10 +134,13 @@ class PolicyHost:
     async def attach(self, client: str, wanted: HostLimits, run: str = "") -> HostLimits:
         """Give the server to ``client``, also to another of the same ``run``, which was resumed: dialogues of an earlier one are
         closed. Returns what it gets of what it asks for."""
-        self._refuse_second(client, run)
-        for name in ("slots", "context"):
-            if getattr(wanted, name) < 1:
-                raise CallRefused("invalid_request", f"'{name}' is {getattr(wanted, name)}; write at least 1")
+        owner = self.owner() or {"silent": 0.0}
+        free = "client" not in owner or client == self.client or (run and run == self.run)
+        wrong = (
+            "it serves the run {!r:.60}, heard {:.0f} s ago; one run at a time uses a server: start one more (turnwise serve), "
+            "or end that run (one that is silent for {:.0f} s is replaced)"
+        )
+        check(free, wrong, self.client, owner["silent"], SILENT_SECONDS, code="in_use")
         slots, context = min(wanted.slots, self.most.slots), min(wanted.context, self.most.context)
         granted = replace(wanted, slots=slots, context=context, threads=wanted.threads or self.most.threads)
         await self.abort(())
@@ -161,15 +160,6 @@ class PolicyHost:
         silent = 0.0 if waits else time.monotonic() - self.heard
         there = self.client and silent < SILENT_SECONDS
         return {"client": self.client, "run": self.run, "silent": silent} if there else None
-
-    def _refuse_second(self, client: str, run: str) -> None:
-        owner = self.owner()
-        if owner and client != self.client and not (run and run == self.run):
-            raise CallRefused(
-                "in_use",
-                f"it serves the run {self.client!r:.60}, heard {owner['silent']:.0f} s ago; one run at a time uses a server: "
-                f"start one more (turnwise serve), or end that run (one that is silent for {SILENT_SECONDS:.0f} s is replaced)",
-            )
 
     def release(self, client: Any) -> None:
         """The owner leaves; whoever comes next gets the server."""
@@ -200,10 +190,11 @@ class PolicyHost:
             raise failure
 
     def check_owner(self, client: Any) -> None:
-        if not self.client:
-            raise CallRefused("not_owner", "no run is attached: this server was started, or started again, since")
-        if client != self.client:
-            raise CallRefused("not_owner", "another run took this server over; it answers one trainer at a time")
+        """Refuse anyone but the run that has the server. A trainer reads these words: they tell it what became of its server."""
+        none = "no run is attached: this server was started, or started again, since"
+        check(self.client, none, code="not_owner")
+        another = "another run took this server over; it answers one trainer at a time"
+        check(client == self.client, another, code="not_owner")
         self.heard = time.monotonic()
 
     # --------------------------------------------------------------- dialogues
@@ -212,55 +203,38 @@ class PolicyHost:
         """Open, park, unpark, cancel and close dialogues, in order. A number that was applied already is ignored: a client that
         heard no reply sends it again."""
         self.check_owner(client)
-        if not isinstance(changes, list) or type(number) is not int:
-            raise CallRefused("invalid_request", "write 'number', a whole number, and 'changes', a list")
+        usable = isinstance(changes, list) and type(number) is int
+        check(usable, "write 'number', a whole number, and 'changes', a list")
         if number == self._applied:
             return
-        if number != self._applied + 1:
-            raise CallRefused("out_of_order", f"'number' is {number}; the next is {self._applied + 1}")
+        following = self._applied + 1
+        check(number == following, "'number' is {}; the next is {}", number, following, code="out_of_order")
         for change in changes:
-            self._change(change)
+            kind, name, seed = (*change, None, None, None)[:3] if isinstance(change, list) else (None, None, None)
+            usable = isinstance(name, str) and kind in CHANGES
+            check(usable, "a change is {!r:.80}; write [kind, session] or [open, session, seed]", change)
+            if kind == "open":
+                free = type(seed) is int and name not in self.sessions and len(self.sessions) < MAX_SESSIONS
+                check(free, "the session {!r:.40} cannot be opened with the seed {!r:.40}", name, seed)
+                self.sessions[name] = self.generator.open(seed)
+            elif name in self.sessions:  # otherwise it was closed meanwhile
+                getattr(self.sessions[name], kind)()
+                self.parked.discard(name)
+                if kind == "park":
+                    self.parked.add(name)
+                if kind == "close":
+                    del self.sessions[name]
         self._applied = number
-
-    def _change(self, change: Any) -> None:
-        kind, name, seed = (*change, None, None, None)[:3] if isinstance(change, list) else (None, None, None)
-        if not isinstance(name, str) or kind not in ("open", "park", "unpark", "cancel", "close"):
-            raise CallRefused(
-                "invalid_request", f"a change is {change!r:.80}; write [kind, session] or [open, session, seed]"
-            )
-        if kind == "open":
-            if type(seed) is not int or name in self.sessions or len(self.sessions) >= MAX_SESSIONS:
-                raise CallRefused(
-                    "invalid_request", f"the session {name!r:.40} cannot be opened with the seed {seed!r:.40}"
-                )
-            self.sessions[name] = self._open(seed)
-            return
-        session = self.sessions.get(name)
-        if session is None:
-            return  # closed meanwhile
-        getattr(session, kind)()
-        self.parked.discard(name)
-        if kind == "park":
-            self.parked.add(name)
-        if kind == "close":
-            del self.sessions[name]
-
-    def _open(self, seed: int) -> HostedSession:
-        return self.generator.open(seed)  # type: ignore[return-value]
 
     # ---------------------------------------------------------------- requests
 
     async def generate(self, call: GenerateCall) -> Completion:
         """Answer a request, after a pause if there is one."""
-        if len(self.in_flight) >= MAX_IN_FLIGHT:
-            raise CallRefused("busy", f"{len(self.in_flight)} requests are being answered; try again later")
-        if call.request_id in self.in_flight:
-            raise CallRefused("invalid_request", f"the request {call.request_id!r:.60} is being answered already")
-        if len(call.ids) >= self.limits.context:
-            raise CallRefused(
-                "invalid_request",
-                f"'token_ids' has {len(call.ids)} ids; the context of this server is {self.limits.context}",
-            )
+        many, size, most = len(self.in_flight), len(call.ids), self.limits.context
+        check(many < MAX_IN_FLIGHT, "{} requests are being answered; try again later", many, code="busy")
+        twice = call.request_id in self.in_flight
+        check(not twice, "the request {!r:.60} is being answered already", call.request_id)
+        check(size < most, "'token_ids' has {} ids; the context of this server is {}", size, most)
         await self._running.wait()
         with self._session_of(call) as session:
             self.in_flight[call.request_id] = session
@@ -277,11 +251,10 @@ class PolicyHost:
     @contextlib.contextmanager
     def _session_of(self, call: GenerateCall) -> Iterator[Session]:
         if call.session:
-            if call.session not in self.sessions:
-                raise CallRefused("not_found", f"no open session {call.session!r:.60}")
+            check(call.session in self.sessions, "no open session {!r:.60}", call.session, code="not_found")
             yield self.sessions[call.session]
             return
-        session = self._open(call.seed)
+        session = self.generator.open(call.seed)
         try:
             yield session
         finally:
@@ -303,8 +276,7 @@ class PolicyHost:
 
     async def pause(self, mode: str) -> None:
         """Answer nothing until ``resume``. ``abort``: requests in flight end with the tokens they have; ``wait``: they finish."""
-        if mode not in MODES:
-            raise CallRefused("unsupported_parameter", f"'mode' is {mode!r:.40}; write abort or wait")
+        check(mode in ("abort", "wait"), "'mode' is {!r:.40}; write abort or wait", mode, code="unsupported_parameter")
         self._running.clear()
         if mode == "abort":
             await self.abort(())
@@ -321,62 +293,51 @@ class PolicyHost:
     # ----------------------------------------------------------------- weights
 
     def start_update(self) -> None:
-        if not self.paused:
-            raise CallRefused("not_paused", "weights are updated while the server is paused; POST /pause first")
+        check(self.paused, "weights are updated while the server is paused; POST /pause first", code="not_paused")
         self.update = WeightUpdate()
+
+    def _under_way(self) -> WeightUpdate:
+        check(self.update, "no update is under way; POST /start_weight_update first", code="no_update")
+        assert self.update is not None
+        return self.update
 
     async def receive(self, described: Any) -> None:
         """Read tensors that the trainer wrote. May be called several times in an update."""
-        if self.update is None:
-            raise CallRefused("no_update", "no update is under way; POST /start_weight_update first")
+        update = self._under_way()
         for part in described if isinstance(described, list) else [described]:
-            if not isinstance(part, Mapping):
-                raise CallRefused(
-                    "invalid_request", f"'update_info' is {part!r:.60}; write an object with path and sha256"
-                )
+            wrong = "'update_info' is {!r:.60}; write an object with path and sha256"
+            check(isinstance(part, Mapping), wrong, part)
             try:
                 tensors, digest = await asyncio.to_thread(self._read_weights, part)
             except (SettingError, StoreError) as fault:
                 raise CallRefused("invalid_weights", str(fault)) from fault
-            self.update.add(part, tensors, digest)
+            update.add(part, tensors, digest)
 
     async def finish_update(self, label: str) -> None:
         """Load what was received; every later token carries ``label``. On a refusal the weights stay as they were."""
-        update, self.update = self.update, None
-        if update is None:
-            raise CallRefused("no_update", "no update is under way; POST /start_weight_update first")
-        base = self._base_of(update)
-        whole = update.tensors if base is None else base.weights
+        update, self.update = self._under_way(), None
+        weights: Mapping[str, Any] = update.tensors
+        whole, base = weights, None  # the base of adapters; None: all weights were received
+        if update.manifest is not None:
+            base, wanted = update.base or self.base, update.manifest.get("base")
+            here = self._adapt is not None and base is not None and base.digest == wanted
+            wrong = "these adapters belong to the base {!r:.20}, which is not here; send its file before them"
+            check(here, wrong, wanted, code="no_base")
+            assert self._adapt is not None and base is not None
+            whole, weights = base.weights, self._adapt(base.weights, weights, update.manifest.get("adapters"))
         missing = sorted(set(self.facts["weights"]) - set(whole))
-        if missing and (base is None or base is not self.base):
-            raise CallRefused(
-                "invalid_weights", f"{len(missing)} weights of the model were not sent, the first is {missing[0]!r}"
-            )
+        # a base that was loaded before may have been released: the generator has its weights
+        complete = not missing or (base is not None and base is self.base)
+        wrong = "{} weights of the model were not sent, the first is {!r}"
+        check(complete, wrong, len(missing), next(iter(missing), ""), code="invalid_weights")
         version = int(label) if label.isdecimal() else self.generator.version + 1
         try:
-            await self.generator.publish(self._weights_of(update, base), version)
+            await self.generator.publish(weights, version)
         except SettingError as fault:
             raise CallRefused("invalid_weights", str(fault)) from fault
         self.labels[version], self.digest, self.base = label or str(version), ",".join(update.digests), base
         if base is not None and getattr(self.generator, "applies_adapters", False):
             base.weights.release()  # type: ignore[attr-defined]
-
-    def _base_of(self, update: WeightUpdate) -> ReceivedBase | None:
-        """The base of the adapters that were received; None: all weights were."""
-        if update.manifest is None:
-            return None
-        base, wanted = update.base or self.base, update.manifest.get("base")
-        if self._adapt is None or base is None or base.digest != wanted:
-            raise CallRefused(
-                "no_base",
-                f"these adapters belong to the base {wanted!r:.20}, which is not here; send its file before them",
-            )
-        return base
-
-    def _weights_of(self, update: WeightUpdate, base: ReceivedBase | None) -> Mapping[str, Any]:
-        if base is None or update.manifest is None or self._adapt is None:
-            return update.tensors
-        return self._adapt(base.weights, update.tensors, update.manifest.get("adapters"))
 
     def weight_needs(self) -> dict[str, Any]:
         """How weights should be sent: whether adapters are merged here or applied beside the weights, the base that is here, and

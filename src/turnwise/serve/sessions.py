@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.core.records import Message
+from turnwise.core.stateful import remember
 from turnwise.rollout.agent_client import AgentTask
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallReply, CallRequest
+from turnwise.serve.wires import check
 
 KEY_BYTES = 24
 ENDED = 10_000  # keys of ended episodes that are remembered, to say so
+ENDED_WORDS = "this episode has ended; its reward is final"
 KEPT_ANSWERS = 64  # of a session, for retries: the latest
 
 
@@ -34,9 +37,8 @@ class OpenEpisode:
     answers: dict[str, asyncio.Future[Any]] = field(default_factory=dict)  # by digest of the request
     outcome: asyncio.Future[AgentOutcome] | None = None  # set by a posted reward, where the agent lives elsewhere
     taken: asyncio.Event = field(default_factory=asyncio.Event)  # an agent that lives elsewhere has begun to play
-    dialogues: dict[str, list[Message]] = field(
-        default_factory=dict
-    )  # by id of a response, for ``previous_response_id``
+    # by id of a response, for ``previous_response_id``
+    dialogues: dict[str, list[Message]] = field(default_factory=dict)
 
     async def answer(self, request: CallRequest, body: bytes, retried: bool) -> list[CallReply]:
         """Answer a call once. A retry waits for, or repeats, the answer to the same body."""
@@ -45,17 +47,13 @@ class OpenEpisode:
             self.episode.retries += 1
             return list(await asyncio.shield(self.answers[digest]))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.answers.pop(digest, None)
-        self.answers[digest] = future
-        while len(self.answers) > KEPT_ANSWERS:
-            self.answers.pop(next(iter(self.answers)))
+        remember(self.answers, digest, future, KEPT_ANSWERS)
         try:
             replies = await self.episode.call(request)
             self.episode.session.park()  # nobody knows when the agent calls again: the generator must not wait for it
         except BaseException as fault:
-            future.set_exception(
-                fault if isinstance(fault, CallRefused) else CallRefused("cancelled", "the call was cancelled")
-            )
+            refused = isinstance(fault, CallRefused)
+            future.set_exception(fault if refused else CallRefused("cancelled", "the call was cancelled"))
             future.exception()  # retrieved: a refused call that nobody repeats is no warning
             raise
         future.set_result(replies)
@@ -63,8 +61,9 @@ class OpenEpisode:
 
     async def step(self, message: Any) -> tuple[list[Message], bool]:
         """Let an assistant message act in the environment of the task. Its end is the end of an episode played elsewhere."""
-        if self.task is None or self.task.environment is None:
-            raise CallRefused("no_environment", "this episode has no environment to act in; post a reward instead")
+        here = self.task is not None and self.task.environment is not None
+        check(here, "this episode has no environment to act in; post a reward instead", code="no_environment")
+        assert self.task is not None
         messages = await self.task.step(message)
         if self.task.done and self.outcome is not None and not self.outcome.done():
             self.outcome.set_result(AgentOutcome())
@@ -72,29 +71,26 @@ class OpenEpisode:
 
     def post(self, outcome: AgentOutcome) -> None:
         """Take the reward of an agent that lives elsewhere; it ends the episode."""
-        if self.episode.ended or (self.outcome is not None and self.outcome.done()):
-            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
-        if self.outcome is None:
-            raise CallRefused(
-                "no_reward_expected", "the reward of this episode is what its agent returns; nothing is posted"
-            )
+        ended = self.episode.ended or (self.outcome is not None and self.outcome.done())
+        check(not ended, ENDED_WORDS, code="episode_ended")
+        unwanted = "the reward of this episode is what its agent returns; nothing is posted"
+        check(self.outcome is not None, unwanted, code="no_reward_expected")
+        assert self.outcome is not None
         self.outcome.set_result(outcome)
 
     def description(self) -> dict[str, Any]:
         """The task as an agent in another process reads it."""
-        return {} if self.task is None else describe_task(self.task)
+        if self.task is None:
+            return {}
+        task = self.task
+        facts: dict[str, Any] = {"messages": task.messages, "tools": list(task.tools), "row": dict(task.row)}
+        where = {"seed": task.seed, "split": task.task.split, "difficulty": task.task.difficulty}
+        return dict(json.loads(json.dumps({**facts, **where}, default=str)))
 
     def abandon(self) -> None:
         """The agent gives up: the episode fails."""
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_exception(CallRefused("abandoned", "the agent abandoned its session"))
-
-
-def describe_task(task: AgentTask) -> dict[str, Any]:
-    """A task as plain values."""
-    facts: dict[str, Any] = {"messages": task.messages, "tools": list(task.tools), "row": dict(task.row)}
-    where = {"seed": task.seed, "split": task.task.split, "difficulty": task.task.difficulty}
-    return dict(json.loads(json.dumps({**facts, **where}, default=str)))
 
 
 class Sessions:
@@ -127,10 +123,10 @@ class Sessions:
             self._news.set()
         return opened
 
-    async def take(self, asked: Mapping[str, Any], seconds: float) -> OpenEpisode | None:
+    async def take(self, wanted: Mapping[str, Any], seconds: float) -> OpenEpisode | None:
         """An episode for an agent that asks for one; None if none is offered within ``seconds``."""
         if self.opener is not None:
-            return self.opener(self, asked)
+            return self.opener(self, wanted)
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             while self._offered:
@@ -149,19 +145,14 @@ class Sessions:
 
     def close(self, key: str) -> None:
         """End an episode: later calls with its key are told so."""
-        if self._open.pop(key, None) is None:
-            return
-        self._ended[key] = None
-        while len(self._ended) > ENDED:
-            self._ended.pop(next(iter(self._ended)))
+        if self._open.pop(key, None) is not None:
+            remember(self._ended, key, None, ENDED)
 
     def find(self, key: str) -> OpenEpisode:
-        if key in self._ended:
-            raise CallRefused("episode_ended", "this episode has ended; its reward is final")
-        if key not in self._open:
-            if self.single is not None and self.admits(key):
-                return self.single(self)
-            raise CallRefused("invalid_api_key", "no open episode has this key")
+        check(key not in self._ended, ENDED_WORDS, code="episode_ended")
+        if key not in self._open and self.single is not None and self.admits(key):
+            return self.single(self)
+        check(key in self._open, "no open episode has this key", code="invalid_api_key")
         return self._open[key]
 
     def admits(self, token: str) -> bool:

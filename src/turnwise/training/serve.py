@@ -35,10 +35,10 @@ from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, within
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.generate_api import GenerateApi
-from turnwise.serve.openai_wire import error_body
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import Endpoint, listen_on, read_address, require_packages, serve_app, serving, url_of
 from turnwise.serve.sessions import OpenEpisode, Sessions
+from turnwise.serve.wires import error_body
 from turnwise.store.database import EpisodeFacts
 from turnwise.store.rundir import RunDir
 from turnwise.training.agents import certificate
