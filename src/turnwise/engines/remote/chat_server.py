@@ -9,6 +9,7 @@ episode and no environment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -21,16 +22,14 @@ from turnwise.core.protocols import ToolCall
 from turnwise.core.records import Message, Sampling, Stop
 from turnwise.core.seeds import stable_seed
 from turnwise.core.text import clean
-from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, is_overflow
+from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, expect, is_overflow
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError, nearest
 
 BUSY = (408, 409, 425, 429)
 LONGEST_PAUSE = 30.0  # seconds; also of what a server asks for
 FAILED_IN_A_ROW = 8  # requests that failed for good before the server counts as broken
 PROBE_SECONDS = 10.0
-NO_MODEL = re.compile(
-    r"model.{0,80}(not found|not exist|does not exist|unknown|invalid)|no (such )?model", re.IGNORECASE
-)
+NO_MODEL = re.compile(r"model.{0,80}(not found|not exist|does not exist|unknown|invalid)|no (such )?model", re.I)
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ class ChatServer:
     def close(self) -> None:
         self._pool.interrupt()
 
-    # ------------------------------------------------------------------- sending
     async def _send(
         self,
         messages: Sequence[Message],
@@ -120,64 +118,51 @@ class ChatServer:
         while True:
             if self.fatal is not None:
                 raise self.fatal
-            asked_schema = schema if self.schemas else None
-            body = request_body(self.model, messages, sampling, seed, tools, asked_schema, self.limit_name)
+            sent_schema = schema if self.schemas else None
+            body = request_body(self.model, messages, sampling, seed, tools, sent_schema, self.limit_name)
             try:
                 self.requests += 1
-                reply = await self._post(body)
+                try:
+                    reply = await self._pool.call("/chat/completions", body, self.retry.seconds)
+                except ServerFault as fault:
+                    raise _Transient(str(fault)) from None
                 if self._adapt(reply, body):
                     continue
                 return await self._checked(reply)
             except _Transient as fault:
                 if attempt >= self.retry.attempts:
-                    raise self._given_up(fault, attempt) from None
-                await self._pause(fault, attempt, seed)
+                    given_up = ServerFault(f"{self.address.url}: {fault} ({attempt} attempts)")
+                    if "no connection" in str(fault):  # nobody listens there any more
+                        self.fatal = given_up
+                    raise given_up from None
+                pause, kind = self.retry.wait(attempt, seed, fault.asked_for), str(fault)[:40]
+                self.retries += 1
+                if kind not in self._told:
+                    self._told.add(kind)
+                    again = f"trying again in {pause:.1f} s (at most {self.retry.attempts} times)"
+                    self.tell(f"{self.address.url}: {fault}; {again}")
+                await asyncio.sleep(pause)
             attempt += 1
-
-    async def _post(self, body: Mapping[str, Any]) -> HttpReply:
-        try:
-            return await self._pool.call("/chat/completions", body, self.retry.seconds)
-        except ServerFault as fault:
-            raise _Transient(str(fault)) from None
-
-    async def _pause(self, fault: _Transient, attempt: int, seed: int) -> None:
-        pause = self.retry.wait(attempt, seed, fault.asked_for)
-        self.retries += 1
-        kind = str(fault)[:40]
-        if kind not in self._told:
-            self._told.add(kind)
-            self.tell(
-                f"{self.address.url}: {fault}; trying again in {pause:.1f} s (at most {self.retry.attempts} times)"
-            )
-        await asyncio.sleep(pause)
-
-    def _given_up(self, fault: _Transient, attempts: int) -> ServerFault:
-        text = f"{self.address.url}: {fault} ({attempts} attempts)"
-        if "no connection" in str(fault):  # nobody listens there any more
-            self.fatal = ServerFault(text)
-        return ServerFault(text)
 
     def _adapt(self, reply: HttpReply, body: Mapping[str, Any]) -> bool:
         """Whether the server refused a field that it can do without, and the next attempt leaves it out."""
-        if reply.status not in (400, 422):
-            return False
-        text = reply.text(2000)
-        if "max_tokens" in body and "max_completion_tokens" in text:  # of this request: others may have changed it
+        text = reply.text(2000) if reply.status in (400, 422) else ""
+        # ``body`` is that of this request: others may have changed the attributes meanwhile
+        if "max_tokens" in body and "max_completion_tokens" in text:
             self.limit_name = "max_completion_tokens"
-            return True
-        if "response_format" in body and ("response_format" in text or "json_schema" in text):
+        elif "response_format" in body and ("response_format" in text or "json_schema" in text):
             self.schemas = False
-            return True
-        return False
+        else:
+            return False
+        return True
 
     async def _checked(self, reply: HttpReply) -> Any:
         """The JSON of a good reply; every other is raised."""
         value, status = reply.json(), reply.status
         text = self.address.hide(error_text(value, reply.text()))
         if status == 200:
-            if value is None:
-                raise _Transient(f"the reply is not JSON: {text!r}")
             try:
+                expect(value is not None, "the reply is not JSON: {!r}", text)
                 read_reply(value)
             except ServerFault as fault:
                 raise _Transient(self.address.hide(str(fault))) from None
@@ -187,24 +172,21 @@ class ChatServer:
         if is_overflow(status, value, text):
             raise ContextOverflow(f"the server's context window: {text}")
         if status == 404 or (status == 400 and NO_MODEL.search(text)):
-            raise self._stop(f"{text}{await self._known_models()}", status)
-        if status in (401, 403) or 300 <= status < 400:
-            raise self._stop(f"{text}{_remedy(reply)}", status)
-        raise RequestRefused(f"{self.address.url} refused a request with status {status}: {text}")
-
-    def _stop(self, text: str, status: int) -> ServerFault:
-        self.fatal = self.fatal or ServerFault(f"{self.address.url} replied {status}: {text}")
-        return self.fatal
-
-    # -------------------------------------------------------------------- models
-    async def _known_models(self) -> str:
-        try:
-            names = await list_models(self.address)
-        except ServerFault:
-            names = ()
-        return (
-            f"; no model {self.model!r}: {nearest(self.model, names)}" if names else f"; the model was {self.model!r}"
-        )
+            try:
+                names = await list_models(self.address)
+            except ServerFault:
+                names = ()
+            known = (
+                f"no model {self.model!r}: {nearest(self.model, names)}" if names else f"the model was {self.model!r}"
+            )
+            remedy = f"; {known}"
+        elif status in (401, 403) or 300 <= status < 400:
+            remedy = _remedy(reply)
+        else:
+            raise RequestRefused(f"{self.address.url} refused a request with status {status}: {text}")
+        # no other request would fare better
+        self.fatal = self.fatal or ServerFault(f"{self.address.url} replied {status}: {text}{remedy}")
+        raise self.fatal
 
 
 def _remedy(reply: HttpReply) -> str:
@@ -234,17 +216,14 @@ async def find_model(address: ServerAddress, model: str, flag: str) -> str:
     except ServerFault as fault:
         where = "" if address.url in str(fault) else f"{address.url} (--{flag}): "
         raise SettingError(f"{where}{fault}") from None
-    if model:
-        return model
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise SettingError(
-            f"{address.url}/models names no model; write --{flag}-model NAME, and check the address "
-            "(most servers want /v1 at its end)"
-        )
+    if model or len(names) == 1:
+        return model or names[0]
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    raise SettingError(f"{address.url} serves {len(names)} models; write --{flag}-model NAME with one of: {shown}")
+    several = f" serves {len(names)} models; write --{flag}-model NAME with one of: {shown}"
+    none = (
+        f"/models names no model; write --{flag}-model NAME, and check the address (most servers want /v1 at its end)"
+    )
+    raise SettingError(f"{address.url}{several if names else none}")
 
 
 # ------------------------------------------------------- OpenAI's chat protocol as data
@@ -260,13 +239,8 @@ def request_body(
     limit_name: str,
 ) -> dict[str, Any]:
     """``limit_name``: ``max_tokens``, or ``max_completion_tokens`` for servers that want that."""
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": list(messages),
-        "temperature": sampling.temperature,
-        limit_name: sampling.max_tokens,
-        "seed": seed % 2**31,
-    }
+    body: dict[str, Any] = {"model": model, "messages": list(messages), "temperature": sampling.temperature}
+    body |= {limit_name: sampling.max_tokens, "seed": seed % 2**31}  # some servers read 32 bits with a sign
     unless_default = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
     body |= {name: value for name, (value, default) in unless_default.items() if value != default}
     if sampling.stop:
@@ -282,16 +256,20 @@ def request_body(
 def read_reply(value: Any, seconds: float = 0.0) -> ChatReply:
     """A reply from the JSON of a server. A malformed tool call is the model's mistake; a malformed reply is the server's."""
     choices = value.get("choices") if isinstance(value, Mapping) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if isinstance(choice, Mapping) else None
-    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
-        raise ServerFault(f"the reply holds no choices[0].message: {json.dumps(value)[:200]}")
+    choice: Any = choices[0] if isinstance(choices, list) and choices else None
+    message: Any = choice.get("message") if isinstance(choice, Mapping) else None
+    expect(isinstance(message, Mapping), "the reply holds no choices[0].message: {:.200}", json.dumps(value))
     calls, faults = _read_calls(message.get("tool_calls"))
-    usage = value.get("usage")
+    content, usage = message.get("content"), value.get("usage")
+    if isinstance(content, list):  # parts, of which some hold text
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        content = "".join(part for part in parts if isinstance(part, str))
+    plain = content is None or isinstance(content, str)
+    expect(plain, "the content of the reply is {}, not text", type(content).__name__)
     tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else 0
     thinking = message.get("reasoning_content") or message.get("reasoning")
     return ChatReply(
-        text=_text(message.get("content")),
+        text=clean(content or ""),
         calls=calls,
         faults=faults,
         thinking=clean(thinking) if isinstance(thinking, str) else "",
@@ -301,44 +279,26 @@ def read_reply(value: Any, seconds: float = 0.0) -> ChatReply:
     )
 
 
-def _text(content: Any) -> str:
-    """The text of a message, which may be a list of parts."""
-    if content is None:
-        return ""
-    if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        return clean("".join(part for part in parts if isinstance(part, str)))
-    if not isinstance(content, str):
-        raise ServerFault(f"the content of the reply is {type(content).__name__}, not text")
-    return clean(content)
-
-
 def _read_calls(value: Any) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    if value is None:
-        return (), ()
-    if not isinstance(value, list):
-        raise ServerFault(f"tool_calls of the reply is {type(value).__name__}, not a list")
+    """The calls of a reply, and what is wrong with those that cannot be read."""
+    rows: Any = [] if value is None else value
+    expect(isinstance(rows, list), "tool_calls of the reply is {}, not a list", type(rows).__name__)
     calls: list[ToolCall] = []
     faults: list[str] = []
-    for n, item in enumerate(value):
-        function = item.get("function") if isinstance(item, Mapping) else None
+    for n, item in enumerate(rows):
+        function: Any = item.get("function") if isinstance(item, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name, str):
-            raise ServerFault(f"tool_calls[{n}] of the reply has no function with a name")
-        identity = item.get("id")
-        try:
-            arguments = _arguments(function.get("arguments"))
+        expect(isinstance(name, str), "tool_calls[{}] of the reply has no function with a name", n)
+        # a JSON text by the protocol; some servers send the object itself, or nothing for none
+        arguments = given = function.get("arguments")
+        if given is None or (isinstance(given, str) and not given.strip()):
+            arguments = {}
+        elif isinstance(given, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(given)
+        if isinstance(arguments, dict):
+            identity = item.get("id")
             calls.append(ToolCall(name, arguments, identity if isinstance(identity, str) and identity else f"call_{n}"))
-        except (ValueError, RecursionError):
-            faults.append(f"error: the arguments of {name:.100} are no JSON object: {function.get('arguments')!r:.200}")
+        else:
+            faults.append(f"error: the arguments of {name:.100} are no JSON object: {given!r:.200}")
     return tuple(calls), tuple(faults)
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    """The arguments of a call: a JSON text by the protocol; some servers send the object itself, or nothing for none."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return {}
-    parsed = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(parsed, dict):
-        raise ValueError
-    return parsed

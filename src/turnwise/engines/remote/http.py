@@ -57,24 +57,19 @@ class ServerAddress:
         parts = urllib.parse.urlsplit(text)
         if parts.username or parts.password:
             raise SettingError(f"--{flag} holds a password; write the address alone, and --{flag}-key-env VARIABLE")
-        try:
-            usable = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != -1
-        except ValueError:  # the port is no number of a port
-            usable = False
+        usable = False
+        with contextlib.suppress(ValueError):  # the port is no number of a port
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and parts.port != -1
         if not usable:
             raise SettingError(f"--{flag} is {url!r}; write an address such as http://localhost:8000{path}{words}")
-        if not key_variable:
-            return cls(text)
-        if not re.fullmatch(r"[A-Za-z_]\w*", key_variable):  # probably the key itself: it is not repeated here
-            raise SettingError(f"--{flag}-key-env takes the name of an environment variable, not the key")
         key = os.environ.get(key_variable, "").strip()
-        if not key and key_variable.startswith("sk"):
-            raise SettingError(f"--{flag}-key-env takes the name of an environment variable; it names none that is set")
-        if not key:
-            raise SettingError(
-                f"the environment variable {key_variable} is not set; --{flag}-key-env reads the key from it"
-            )
-        return cls(text, key)
+        if key or not key_variable:
+            return cls(text, key)
+        # what is no name, or begins as many keys do, is probably the key itself: it is not repeated here
+        name = re.fullmatch(r"[A-Za-z_]\w*", key_variable) and not key_variable.startswith("sk")
+        wanted = f"--{flag}-key-env takes the name of an environment variable that is set, not the key"
+        unset = f"the environment variable {key_variable} is not set; --{flag}-key-env reads the key from it"
+        raise SettingError(unset if name else wanted)
 
     def hide(self, text: str) -> str:
         """``text`` without the key: a server may repeat it in its message."""
@@ -133,16 +128,12 @@ class HttpPool:
         work."""
         request = self._begin()
         try:
-            return await in_daemon_thread(lambda: self._exchange(request, path, body, seconds))
+            return await in_daemon_thread(lambda: self.exchange(path, body, seconds, request))
         except asyncio.CancelledError:
             with self._lock:
                 if request in self._busy:  # otherwise another one may have its connection
                     request.end()
             raise
-
-    def exchange(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply:
-        """``call``, in this thread."""
-        return self._exchange(self._begin(), path, body, seconds)
 
     def interrupt(self) -> None:
         """Break every connection: whoever waits for a reply gets a ``ServerFault``."""
@@ -153,9 +144,11 @@ class HttpPool:
         for connection, _ in idle:
             connection.close()
 
-    def _exchange(
-        self, request: _Request, path: str, body: Mapping[str, Any] | None, seconds: float | None
+    def exchange(
+        self, path: str, body: Mapping[str, Any] | None, seconds: float | None, request: _Request | None = None
     ) -> HttpReply:
+        """``call``, in this thread. ``request``: one that was begun, so that another thread can break it."""
+        request = request or self._begin()
         headers = {**HEADERS, **({"Authorization": f"Bearer {self.address.key}"} if self.address.key else {})}
         connection, connected, keep = request.connection, False, False
         try:
@@ -170,9 +163,8 @@ class HttpPool:
             keep_alive(opened)
             opened.settimeout(seconds)
             target = f"{self._parts.path}{path}"
-            if (
-                self._proxy is not None and self._parts.scheme == "http"
-            ):  # asked for the whole address; of HTTPS it tunnels
+            # a proxy of HTTP is asked for the whole address; through that of HTTPS goes a tunnel
+            if self._proxy is not None and self._parts.scheme == "http":
                 target, headers = f"{self.address.url}{path}", {**headers, **self._proxy[2]}
             connection.request("GET" if body is None else "POST", target, data, headers)
             acknowledge_at_once(opened)
@@ -192,21 +184,21 @@ class HttpPool:
         return received
 
     def _read(self, reply: http.client.HTTPResponse, seconds: float | None) -> HttpReply:
-        """The limit holds for the whole body: a server that sends a byte now and then is silent, too."""
-        deadline, parts, size = time.monotonic() + (seconds or float("inf")), list[bytes](), 0
+        # the limit holds for the whole body: a server that sends a byte now and then is silent, too
+        deadline, received = time.monotonic() + (seconds or float("inf")), bytearray()
         while chunk := reply.read1(CHUNK):
-            parts.append(chunk)
-            size += len(chunk)
+            received += chunk
             if time.monotonic() > deadline:
                 raise TimeoutError
-            if self.foreign and size > MAX_FOREIGN_REPLY:
+            if self.foreign and len(received) > MAX_FOREIGN_REPLY:
                 raise ValueError(f"the reply is longer than {MAX_FOREIGN_REPLY} bytes")
         if reply.length:  # of the body, and still missing
-            raise http.client.IncompleteRead(b"".join(parts), reply.length)
+            raise http.client.IncompleteRead(bytes(received), reply.length)
         reply.close()  # otherwise the connection takes no other request
-        return HttpReply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, b"".join(parts))
+        return HttpReply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, bytes(received))
 
     def _begin(self) -> _Request:
+        """A request over the connection that was used last, or a new one."""
         with self._lock:
             now = time.monotonic()
             fresh = [(c, used) for c, used in self._idle if now - used < IDLE_SECONDS]
@@ -219,13 +211,13 @@ class HttpPool:
         return request
 
     def _new(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        secure, host, port = self._parts.scheme == "https", self._parts.hostname or "", self._parts.port
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         if self._proxy is None:
-            return kind(self._parts.hostname or "", self._parts.port)
-        host, port, headers = self._proxy
-        connection = kind(host, port)
-        if self._parts.scheme == "https":
-            connection.set_tunnel(self._parts.hostname or "", self._parts.port, headers)
+            return kind(host, port)
+        connection = kind(*self._proxy[:2])
+        if secure:
+            connection.set_tunnel(host, port, self._proxy[2])
         return connection
 
     def _find_proxy(self) -> tuple[str, int, dict[str, str]] | None:
@@ -252,11 +244,17 @@ def fault_words(fault: Exception, connected: bool, seconds: float | None) -> str
         return f"no reply within {seconds:g} s" if connected else f"no connection within {CONNECT_SECONDS:g} s"
     if isinstance(fault, OSError) and fault.errno in (errno.EMFILE, errno.ENFILE):
         return (
-            f"no connection: this process has too many open files ({fault.strerror}); raise the limit: ulimit -n 65536"
+            f"no connection: too many open files in this process ({fault.strerror}); raise the limit: ulimit -n 65536"
         )
     if not connected and isinstance(fault, OSError):
         return f"no connection: {fault.strerror or fault}"
     return f"the connection broke ({str(fault) or type(fault).__name__})"
+
+
+def expect(holds: object, text: str, *seen: Any) -> None:
+    """Raise a ``ServerFault`` with ``text`` about what was ``seen``, unless a condition about a reply holds."""
+    if not holds:
+        raise ServerFault(text.format(*seen))
 
 
 def error_text(value: Any, fallback: str) -> str:

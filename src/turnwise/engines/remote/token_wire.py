@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from turnwise.core.records import Completion, Sampling, Stop
+from turnwise.engines.remote.http import expect
 from turnwise.errors import ServerFault
 
 STOPS = {"stop": Stop.TOKEN, "length": Stop.LENGTH, "abort": Stop.CANCELLED}
@@ -46,36 +47,35 @@ def sampling_params(sampling: Sampling, seed: int, stop_ids: Sequence[int], boun
         sampling = replace(sampling, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
     elif bounded:
         sampling = replace(sampling, top_k=sampling.top_k or EVERY_ID)
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_tokens": sampling.max_tokens,
-        "seed": seed,
-        "stop_token_ids": list(stop_ids),
-        "logprobs": 0,
-        "detokenize": bool(sampling.stop),
-    }
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    return params
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    params |= {"seed": seed, "stop_token_ids": list(stop_ids), "logprobs": 0, "detokenize": bool(sampling.stop)}
+    return params | ({"stop": list(sampling.stop)} if sampling.stop else {})
 
 
 def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     """The reply to a request. Raises ``ServerFault`` where it is not what the protocol says."""
     # ``dict`` and exact types: what JSON makes, and quicker to ask for than a Mapping, token by token
     choices = value.get("choices") if isinstance(value, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    tokens = choice.get("token_ids") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
-        raise ServerFault(f"the reply holds no choices[0].token_ids: {str(value)[:200]}")
-    ours = choice.get("turnwise") or {}
-    logp, size = _logprobs(choice.get("logprobs"), tokens), len(tokens)
+    choice: Any = choices[0] if isinstance(choices, list) and choices else None
+    tokens: Any = choice.get("token_ids") if isinstance(choice, dict) else None
+    usable = isinstance(tokens, list) and all(type(t) is int for t in tokens)
+    expect(usable, "the reply holds no choices[0].token_ids: {!s:.200}", value)
+    size, reason, ours = len(tokens), choice.get("finish_reason"), choice.get("turnwise") or {}
+    expect(reason in STOPS, "the reply has the finish_reason {!r:.60}; known: {}", reason, ", ".join(STOPS))
+    stop = STOPS[reason]
+    if stop is Stop.TOKEN and not (tokens and tokens[-1] in stop_ids):
+        stop = Stop.STRING  # vLLM calls both endings "stop"
+    content = choice["logprobs"].get("content") if isinstance(choice.get("logprobs"), dict) else None
+    rows = content if isinstance(content, list) else []
+    same = [row.get("token_id") if isinstance(row, dict) else None for row in rows] == tokens
+    expect(same, "the log-probabilities of the reply do not belong to its tokens; ask the server for logprobs")
+    logp = [row.get("logprob") for row in rows]
+    finite = all(type(x) in NUMBERS and math.isfinite(x) for x in logp)
+    expect(finite, "the reply holds a log-probability that is no finite number")
     mass, entropy, confidence = (_floats(ours.get(name), size, name) for name in ("mass", "entropy", "confidence"))
-    stop = _stop(choice, tokens, stop_ids)
     routes, kept = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
-    sampled = (tokens, logp, mass or [0.0] * size, [0] * size, stop)
+    sampled = (tokens, list(map(float, logp)), mass or [0.0] * size, [0] * size, stop)
     done = Completion(*sampled, entropy=entropy, confidence=confidence, routes=routes, kept=kept)
     held = _floats([ours.get("seconds_held", 0.0)], 1, "seconds_held")[0]
     return SampledPart(done, _versions(choice.get("weight_versions"), size), held)
@@ -93,32 +93,12 @@ def what_is_reported(value: Any) -> Reported:
     return Reported.RAW if any(done.logp) or not done.logp else Reported.PROCESSED
 
 
-def _stop(choice: Mapping[str, Any], tokens: Sequence[int], stop_ids: frozenset[int]) -> Stop:
-    reason = choice.get("finish_reason")
-    if reason not in STOPS:
-        raise ServerFault(f"the reply has the finish_reason {reason!r:.60}; known: {', '.join(STOPS)}")
-    stop = STOPS[reason]
-    return Stop.STRING if stop is Stop.TOKEN and not (tokens and tokens[-1] in stop_ids) else stop
-
-
-def _logprobs(value: Any, tokens: Sequence[int]) -> list[float]:
-    content = value.get("content") if isinstance(value, dict) else None
-    rows = content if isinstance(content, list) else []
-    if [row.get("token_id") if isinstance(row, dict) else None for row in rows] != list(tokens):
-        raise ServerFault("the log-probabilities of the reply do not belong to its tokens; ask the server for logprobs")
-    logp = [row.get("logprob") for row in rows]
-    if not all(type(x) in NUMBERS and math.isfinite(x) for x in logp):
-        raise ServerFault("the reply holds a log-probability that is no finite number")
-    return list(map(float, logp))
-
-
 def _floats(value: Any, size: int, name: str) -> list[float]:
     if value is None:
         return []
-    if not isinstance(value, list) or len(value) != size:
-        raise ServerFault(f"the reply holds {name} of another length than its tokens")
-    if not all(type(x) in NUMBERS for x in value):
-        raise ServerFault(f"the reply holds {name} that are no numbers")
+    whole = isinstance(value, list) and len(value) == size
+    expect(whole, "the reply holds {} of another length than its tokens", name)
+    expect(all(type(x) in NUMBERS for x in value), "the reply holds {} that are no numbers", name)
     return list(map(float, value))
 
 
@@ -127,15 +107,13 @@ def read_sampling_mask(value: Any, tokens: Sequence[int]) -> list[bytes]:
     its form are those of vLLM's option ``--return-sampling-mask``."""
     if value is None:
         return []
-    if not isinstance(value, list) or len(value) != len(tokens):
-        raise ServerFault("the reply holds a sampling_mask of another length than its tokens")
+    whole = isinstance(value, list) and len(value) == len(tokens)
+    expect(whole, "the reply holds a sampling_mask of another length than its tokens")
     for token, row in zip(tokens, value):
-        if not isinstance(row, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in row):
-            raise ServerFault(f"the sampling_mask of the reply holds {row!r:.60}; a list of token ids was expected")
-        if row and (token not in row or len(set(row)) < len(row)):
-            raise ServerFault(
-                f"the sampling_mask of the reply does not hold the sampled id {token}, or holds an id twice"
-            )
+        ids = isinstance(row, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in row)
+        expect(ids, "the sampling_mask of the reply holds {!r:.60}; a list of token ids was expected", row)
+        sound = not row or (token in row and len(set(row)) == len(row))
+        expect(sound, "the sampling_mask of the reply does not hold the sampled id {}, or holds an id twice", token)
     return [array("i", sorted(row)).tobytes() for row in value]
 
 
@@ -147,8 +125,9 @@ def _routes(value: Any) -> list[bytes]:
         rows, data = int(value["rows"]), base64.b64decode(value["data"], validate=True)
     except (TypeError, KeyError, ValueError) as fault:
         raise ServerFault("the reply holds routes of experts that cannot be read") from fault
-    if rows < 1 or not data or len(data) % (2 * rows):
-        raise ServerFault(f"the reply holds {len(data)} bytes of routes for {rows} positions")
+    # an expert is two bytes, and every position has as many of them
+    whole = rows >= 1 and data and not len(data) % (2 * rows)
+    expect(whole, "the reply holds {} bytes of routes for {} positions", len(data), rows)
     width = len(data) // rows
     return [data[n : n + width] for n in range(0, len(data), width)]
 
@@ -156,9 +135,10 @@ def _routes(value: Any) -> list[bytes]:
 def _versions(spans: Any, size: int) -> tuple[str, ...]:
     labels: list[str] = []
     for span in spans if isinstance(spans, list) else []:
-        if not isinstance(span, dict) or span.get("start") != len(labels) or type(span.get("end")) is not int:
-            raise ServerFault(f"the weight_versions of the reply are not in order: {str(spans)[:200]}")
+        ordered = isinstance(span, dict) and span.get("start") == len(labels) and type(span.get("end")) is int
+        expect(ordered, "the weight_versions of the reply are not in order: {!s:.200}", spans)
         labels += [str(span.get("version"))] * (span["end"] - len(labels))
-    if labels and len(labels) != size:
-        raise ServerFault(f"the weight_versions of the reply cover {len(labels)} of {size} tokens")
+    # no spans at all: a server that does not say
+    whole = not labels or len(labels) == size
+    expect(whole, "the weight_versions of the reply cover {} of {} tokens", len(labels), size)
     return tuple(labels)
