@@ -84,6 +84,13 @@ def require_version(package: str, installed: str, tested: tuple[str, str], missi
         )
 
 
+def _missing(package: str, name: str, tested: tuple[str, str], error: ImportError) -> ImportError:
+    bounds = ",".join(tested)
+    return ImportError(
+        f"turnwise.integrations.{package} needs {name} {bounds}: pip install '{package}{bounds}' ({error})"
+    )
+
+
 def changed_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> list[str]:
     """The methods that ``owner`` lacks, or whose signature lacks a parameter we use."""
     changed = []
@@ -175,9 +182,7 @@ def trl_trainer_base() -> Any:
         import trl
         from trl import GRPOTrainer
     except ImportError as error:
-        bounds = ",".join(TRL_TESTED)
-        message = f"turnwise.integrations.trl needs TRL {bounds}: pip install 'trl{bounds}' ({error})"
-        raise ImportError(message) from None  # it names the cause
+        raise _missing("trl", "TRL", TRL_TESTED, error) from None  # it names the cause
     require_version("trl", trl.__version__, TRL_TESTED, changed_methods(GRPOTrainer, TRL_METHODS))
     return type("TRLTrainerBase", (TRLHooks, GRPOTrainer), {})
 
@@ -190,9 +195,7 @@ def verl_algorithms() -> Any:
     try:
         from verl.trainer.ppo import core_algos
     except ImportError as error:
-        bounds = ",".join(VERL_TESTED)
-        message = f"turnwise.integrations.verl needs verl {bounds}: pip install 'verl{bounds}' ({error})"
-        raise ImportError(message) from None  # it names the cause
+        raise _missing("verl", "verl", VERL_TESTED, error) from None
     missing = [f"core_algos.{name}" for name in VERL_NAMES if not hasattr(core_algos, name)]
     require_version("verl", version("verl"), VERL_TESTED, missing)
     return core_algos
@@ -202,20 +205,3 @@ def unregister_from_verl(core_algos: Any, name: str) -> None:
     """verl refuses to register a name twice and has no function to remove one."""
     for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY):
         registry.pop(name, None)
-
-
-__all__ = [
-    "TRL_ATTRIBUTES",
-    "TRL_METHODS",
-    "TRL_TESTED",
-    "VERL_NAMES",
-    "VERL_TESTED",
-    "TRLHooks",
-    "changed_methods",
-    "compare",
-    "release",
-    "require_version",
-    "trl_trainer_base",
-    "unregister_from_verl",
-    "verl_algorithms",
-]  # fmt: skip

@@ -5,7 +5,7 @@ Knows no trainer and no method's name; the pieces of a recipe alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 from turnwise.algebra.control import Passes
 from turnwise.algebra.gradient import PlainGradient
@@ -53,51 +53,54 @@ MEASURED_WITH = {
 DEFAULT_RECIPE = Recipe(advantage=Outcome())
 
 
-def roots(recipe: Recipe) -> Iterator[Piece]:
-    yield from (recipe.advantage, recipe.reward, recipe.ratio, recipe.gate, recipe.keep, recipe.gradient)
-    yield from (weighted for weighted in recipe.penalties if weighted.weight)
-
-
 def unsupported_reasons(recipe: Recipe, has: frozenset[Signal]) -> list[str]:
     """As sentences, everything a recipe needs that a trainer with these signals does not provide."""
     missing = {MEASURED_WITH.get(s, s) for s in recipe.objective.signals - has}
     if missing & TOKEN_CRITIC:
-        missing -= {Signal.SECOND_VALUE}
-    reasons = [f"it needs {SIGNAL_MEANING.get(s, str(s))}" for s in sorted(missing)]
-    if not isinstance(recipe.gradient, PlainGradient):
-        reasons.append(
-            f"it scales the finished gradient by further gradients or a rate of its own ({recipe.gradient!r})"
-        )
-    if not isinstance(recipe.control, Passes):
-        reasons.append(f"it has optimiser steps of its own ({recipe.control!r})")
-    if recipe.smoothing is not None:
-        reasons.append(f"it puts learned noise into every layer ({recipe.smoothing!r})")
-    if recipe.precision.learner:
-        reasons.append(f"it rounds what the learner's layers multiply ({recipe.precision!r})")
-    if type(recipe.strategy) is not type(DEFAULT_RECIPE.strategy):
-        reasons.append(f"it samples its groups with its own strategy ({recipe.strategy!r})")
-    return reasons + [f"it {reason}" for reason in unavailable_inputs(recipe, roots(recipe))]
+        missing -= {Signal.SECOND_VALUE}  # a trainer without a critic has no second one either
+    roots = (recipe.advantage, recipe.reward, recipe.ratio, recipe.gate, recipe.keep, recipe.gradient)
+    roots += tuple(weighted for weighted in recipe.penalties if weighted.weight)
+    reasons = [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in sorted(missing)]
+    return [f"it {reason}" for reason in (*reasons, *learner_reasons(recipe), *unavailable_inputs(recipe, roots))]
+
+
+def that_hold(reasons: Mapping[str, object]) -> list[str]:
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def learner_reasons(recipe: Recipe) -> list[str]:
+    """As sentences, what a recipe does to the gradient, the optimiser or the layers, which is another trainer's part."""
+    gradient, control, smoothing, precision = recipe.gradient, recipe.control, recipe.smoothing, recipe.precision
+    return that_hold({
+        f"scales the finished gradient by further gradients or a rate of its own ({gradient!r})": not isinstance(
+            gradient, PlainGradient
+        ),
+        f"has optimiser steps of its own ({control!r})": not isinstance(control, Passes),
+        f"puts learned noise into every layer ({smoothing!r})": smoothing is not None,
+        f"rounds what the learner's layers multiply ({precision!r})": precision.learner,
+    })  # fmt: skip
 
 
 def unavailable_inputs(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
-    """As sentences, what a recipe reads that padded tensors of tokens and rewards do not contain."""
+    """As sentences, what a recipe reads that padded tensors of tokens and rewards do not contain, or does while they are
+    collected."""
     pieces = {p for root in within for p in root.parts}
-    requirements = sorted({requirement for p in pieces for requirement in p.requires})
-    reasons = [f"requires {', '.join(requirements)}"] if requirements else []
-    if any(type(p).memory_columns is not Piece.memory_columns for p in pieces):
-        reasons.append("remembers something of every task, and tasks have no names there")
-    if any(isinstance(p, Penalty) and p.couples_trajectories for p in pieces):
-        reasons.append("has a loss that reaches across trajectories")
-    if type(recipe.replay) is not type(DEFAULT_RECIPE.replay):
-        reasons.append(f"mixes in what was collected earlier ({recipe.replay!r})")
-    if type(recipe.guidance) is not type(DEFAULT_RECIPE.guidance):
-        reasons.append(f"gives rollouts help of its own ({recipe.guidance!r})")
-    return reasons
+    needed = sorted({requirement for p in pieces for requirement in p.requires})
+    differs = lambda name: type(getattr(recipe, name)) is not type(getattr(DEFAULT_RECIPE, name))  # noqa: E731
+    memory = any(type(p).memory_columns is not Piece.memory_columns for p in pieces)
+    coupled = any(isinstance(p, Penalty) and p.couples_trajectories for p in pieces)
+    return that_hold({
+        f"requires {', '.join(needed)}": needed,
+        "remembers something of every task, and tasks have no names there": memory,
+        "has a loss that reaches across trajectories": coupled,
+        f"mixes in what was collected earlier ({recipe.replay!r})": differs("replay"),
+        f"gives rollouts help of its own ({recipe.guidance!r})": differs("guidance"),
+        f"samples its groups with its own strategy ({recipe.strategy!r})": differs("strategy"),
+    })  # fmt: skip
 
 
 def require_supported(recipe: Recipe, name: str, has: frozenset[Signal], trainer: str) -> None:
-    reasons = unsupported_reasons(recipe, has)
-    if reasons:
+    if reasons := unsupported_reasons(recipe, has):
         command = f"turnwise train {name}" if name else "turnwise.train"
         raise RecipeError(
             f"{name or 'this recipe'} cannot be trained inside {trainer}: {'; '.join(reasons)}. Use `{command}`, which can."
@@ -117,6 +120,3 @@ def spans_groups(recipe: Recipe) -> bool:
             for p in pieces
         )
     )
-
-
-__all__ = ["require_supported", "spans_groups", "unsupported_reasons"]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, T
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.errors import RecordError, SettingError, SignalError
 from turnwise.recipes.recipe import Recipe
+
+# a column of zeros in front: a row may begin with a sampled token, a sequence may not
+PREPEND = partial(torch.nn.functional.pad, pad=(1, 0))
+EMPTY = {
+    (TOKEN, torch.float32): ("mass",),
+    (TOKEN, torch.int64): ("version",),
+    (TURN, torch.int64): ("action", "agent", "tool_calls"),
+    (TRAJECTORY, torch.bool): ("truncated", "expert", "replayed", "guided"),
+    (TRAJECTORY, torch.int64): ("fork",),
+    (GROUP, torch.int64): ("domain",),
+}
 
 
 def from_padded(
@@ -42,7 +54,7 @@ def from_padded(
     b, length = ids.shape
     mask = mask.bool()
     if turn is None:
-        turn = torch.cumsum((mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long(), 1) - 1
+        turn = torch.cumsum((mask & ~PREPEND(mask)[:, :-1]).long(), 1) - 1
     rows = torch.arange(b, device=ids.device)[:, None].expand(b, length)[mask]
     if bool(mask[:, 0].any()):
         raise RecordError("a row begins with a sampled token; the first position must be context")
@@ -56,40 +68,29 @@ def from_padded(
     turn_of = turn_of[: rows.numel()]
     labels, group_of = torch.unique(group, return_inverse=True)
     tree = Tree(turn_of, owner, group_of, labels.numel())
-    turns = owner.numel()
-    turn_reward = torch.zeros(turns, device=ids.device)
+    turn_reward = torch.zeros(owner.numel(), device=ids.device)
     turn_reward[tree.size(TURN, TRAJECTORY).x.cumsum(0) - 1] = reward.float()
-    zeros = lambda level, dtype: Field(tree, level, torch.zeros(tree.count(level), dtype=dtype, device=ids.device))  # noqa: E731
+    # what other trainers do not record: as if nothing of it had happened
+    unknown: Any = {name: tree.full(level, 0, dtype) for (level, dtype), names in EMPTY.items() for name in names}
+    unknown |= {name: tree.full(TRAJECTORY, -1, torch.int64) for name in ("parent", "end")}
+    rows_of_all = torch.arange(b + 1, device=ids.device)
+    sequences = Sequences(
+        ids.reshape(-1), rows_of_all * length, rows_of_all[:-1], mask.reshape(-1).nonzero().squeeze(1)
+    )
     return Batch(
         tree=tree,
-        sequences=Sequences(
-            ids.reshape(-1),
-            torch.arange(b + 1, device=ids.device) * length,
-            torch.arange(b, device=ids.device),
-            mask.reshape(-1).nonzero().squeeze(1),
-        ),
+        sequences=sequences,
         token=Field(tree, TOKEN, ids[mask]),
         behaviour=Field(tree, TOKEN, logp[mask]),
-        mass=zeros(TOKEN, torch.float32),
-        version=zeros(TOKEN, torch.int64),
         temperature=tree.full(TURN, 1.0),
         reward=Field(tree, TURN, turn_reward),
         state=tree.full(TURN, -1, torch.int64),
-        action=zeros(TURN, torch.int64),
-        agent=zeros(TURN, torch.int64),
-        tool_calls=zeros(TURN, torch.int64),
-        truncated=zeros(TRAJECTORY, torch.bool),
-        expert=zeros(TRAJECTORY, torch.bool),
-        replayed=zeros(TRAJECTORY, torch.bool),
-        guided=zeros(TRAJECTORY, torch.bool),
         success=tree.full(TRAJECTORY, float("nan")),
-        seed=Field(tree, TRAJECTORY, torch.arange(b, device=ids.device) * 2654435761 % 2**32),
-        parent=tree.full(TRAJECTORY, -1, torch.int64),
-        fork=zeros(TRAJECTORY, torch.int64),
-        end=tree.full(TRAJECTORY, -1, torch.int64),
-        domain=zeros(GROUP, torch.int64),
+        # Knuth's multiplier spreads the numbers of rows over 32 bits
+        seed=Field(tree, TRAJECTORY, rows_of_all[:-1] * 2654435761 % 2**32),
         group=Field(tree, GROUP, torch.arange(labels.numel(), device=ids.device)),
         columns={name: Field(tree, TOKEN, value[mask]) for name, value in columns.items()},
+        **unknown,
     )
 
 
@@ -130,7 +131,7 @@ def advantages(
     zeros = torch.zeros(mask.shape, dtype=reward.dtype, device=reward.device)
     batch = _batch(mask, zeros, reward, group, turn, signals)
     credited = _call_with_batch(objective.credit, batch, method)
-    return to_padded(credited[Column.ADVANTAGE], _prepend_column(mask)).to(reward.dtype)[:, 1:]
+    return to_padded(credited[Column.ADVANTAGE], PREPEND(mask)).to(reward.dtype)[:, 1:]
 
 
 def loss(
@@ -155,7 +156,6 @@ def loss(
     rows = mask.shape[0]
     outcome = torch.zeros(rows, dtype=logp.dtype, device=logp.device) if reward is None else reward
     peers = torch.arange(rows, device=logp.device) if group is None else group
-    live = {name: value for name, value in signals.items() if name in WITH_GRADIENT}
     batch = _batch(mask, old_logp, outcome, peers, turn, signals)
     batch = batch.put({Signal.LOGP: Field(batch.tree, TOKEN, logp[mask.bool()].detach())})
     if advantages is None:
@@ -165,9 +165,8 @@ def loss(
         clock = batch.tree.full(BATCH, float(objective.memory.clock), torch.float64)
         objective.memory.clock += 1
         batch = batch.put(advantage=Field(batch.tree, TOKEN, per_token[mask.bool()].detach()), batch_index=clock)
-    policy = {
-        Signal(name): Field(batch.tree, TOKEN, value[mask.bool()]) for name, value in {**live, "logp": logp}.items()
-    }
+    live = {"logp": logp, **{name: value for name, value in signals.items() if name in WITH_GRADIENT}}
+    policy = {Signal(name): Field(batch.tree, TOKEN, value[mask.bool()]) for name, value in live.items()}
     output = _call_with_batch(lambda b: objective(objective.plan(b), policy), batch, method)
     return output.loss, diagnostics.finish({name: float(value) for name, value in output.stats.items()})
 
@@ -180,11 +179,6 @@ def _call_with_batch(call: Any, batch: Batch, method: Any) -> Any:
         raise SignalError(f"{name} reads a signal that was not passed: {fault}") from None
 
 
-def _prepend_column(x: Tensor) -> Tensor:
-    """Prepend a zero column: a row may begin with a sampled token, a sequence may not."""
-    return torch.nn.functional.pad(x, (1, 0))
-
-
 def _batch(
     mask: Tensor, old: Tensor, reward: Tensor, group: Tensor, turn: Tensor | None, signals: dict[str, Tensor]
 ) -> Batch:
@@ -195,16 +189,9 @@ def _batch(
         if value.shape != mask.shape:
             raise SettingError(f"{name} has shape {tuple(value.shape)}; the mask has {tuple(mask.shape)}")
     ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-    columns = {name: _prepend_column(value.detach()) for name, value in signals.items()}
-    return from_padded(
-        _prepend_column(ids),
-        _prepend_column(mask.bool()),
-        logp=_prepend_column(old.detach()),
-        reward=reward,
-        group=group,
-        turn=None if turn is None else _prepend_column(turn),
-        **columns,
-    )
+    columns = {name: PREPEND(value.detach()) for name, value in {**signals, "logp": old}.items()}
+    turns = None if turn is None else PREPEND(turn)
+    return from_padded(PREPEND(ids), PREPEND(mask.bool()), reward=reward, group=group, turn=turns, **columns)
 
 
 __all__ = ["advantages", "from_padded", "loss", "objective_of", "to_padded"]

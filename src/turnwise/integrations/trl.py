@@ -12,19 +12,19 @@ import json
 import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from turnwise.algebra import diagnostics
 from turnwise.algebra.objective import Objective
+from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import TRAJECTORY, Field
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 from turnwise.integrations import compat, padded
-from turnwise.integrations.trainer_rows import AccumulatedStep, PackedRows, admitted_rows, plan_step
 from turnwise.integrations.trl_arguments import check, recipe_of
 from turnwise.recipes.recipe import Recipe
 
@@ -61,10 +61,9 @@ class GRPOTrainer(TRLTrainerBase):
         self._current_step: AccumulatedStep | None = None  # the optimiser step being accumulated
         self._rows_generated = 0  # so far: seeds the random numbers of each row
         user_beta = args.beta
+        # makes TRL keep a reference policy and compute its log-probabilities; our loss never reads beta
         if Signal.REFERENCE in self.objective.signals:
-            args.beta = (
-                1.0  # makes TRL keep a reference policy and compute its log-probabilities; our loss never reads beta
-            )
+            args.beta = 1.0
         try:
             super().__init__(model, reward_funcs, args, *others, **more)
         finally:
@@ -81,27 +80,28 @@ class GRPOTrainer(TRLTrainerBase):
         self._credited = packed
         n, width = out["completion_ids"].shape
         out[ROW] = torch.arange(n, device=packed.position.device) + n * self.accelerator.process_index
-        dense = (
-            packed.dense(packed.batch[Column.ADVANTAGE]).float() if packed.tokens else torch.zeros(packed.mask.shape)
-        )
+        dense = torch.zeros(packed.mask.shape)
+        if packed.tokens:
+            dense = packed.dense(packed.batch[Column.ADVANTAGE]).float()
         out["advantages"] = dense.to(out[ROW].device)[out[ROW]][:, :width]
         self.replace_logged_advantages((dense.sum(1) / packed.mask.sum(1).clamp(min=1).to(dense.device)).tolist())
         return out
 
     def _objective(self) -> Objective:
-        """In an evaluation, a copy: the method's memory must not change."""
-        return (
-            self.objective if self.model.training else replace(self.objective, memory=deepcopy(self.objective.memory))
-        )
+        if self.model.training:
+            return self.objective
+        # in an evaluation the method's memory must not change
+        return replace(self.objective, memory=deepcopy(self.objective.memory))
 
     def _pack(self, out: dict[str, Any], size: int) -> PackedRows:
         """The generated rows of all processes as one batch, without rows that have no reward or that admission drops."""
         columns = self._measure(out)
-        mask = self._gather(_mask(out)).bool()
+        sampled = out["completion_mask"] * out["tool_mask"] if "tool_mask" in out else out["completion_mask"]
+        mask = self._gather(sampled).bool()
         reward = (self._rewards * self.reward_weights.to(mask.device)).nansum(1)
         rows = torch.arange(mask.shape[0], device=mask.device)
         trained_rows = admitted_rows(self.recipe, reward, ~self._rewards.isnan().all(1), size, self._rows_generated)
-        prepend = lambda x: torch.nn.functional.pad(x, (1, 0))  # noqa: E731
+        prepend = padded.PREPEND
         unknown = torch.full(mask.shape, torch.nan, device=mask.device)
         behaviour = columns.pop("behaviour", None)
         batch = padded.from_padded(
@@ -115,9 +115,8 @@ class GRPOTrainer(TRLTrainerBase):
         named = {n: Field(batch.tree, TRAJECTORY, r) for n, r in zip(self.reward_func_names, self._rewards.float().T)}
         seeds = Field(batch.tree, TRAJECTORY, (self._rows_generated + rows) * 2654435761 % 2**32)
         self._rows_generated += rows.numel() * self.model.training
-        return PackedRows(
-            replace(batch, reward_components=named, seed=seeds), rows, mask, behaviour is not None
-        ).select(trained_rows)
+        batch = replace(batch, reward_components=named, seed=seeds)
+        return PackedRows(batch, rows, mask, behaviour is not None).select(trained_rows)
 
     @torch.no_grad()
     def _measure(self, out: dict[str, Any]) -> dict[str, Tensor]:
@@ -162,18 +161,16 @@ class GRPOTrainer(TRLTrainerBase):
         live = {Signal.LOGP: logp.float(), Signal.ENTROPY: entropy.float()}
         if step is None:
             step = self._plan_step(slices, before_step or [live])
-        loss = (
-            step.loss(inputs[ROW], live) * self.accelerator.num_processes
-        )  # undo the averaging of gradients over processes
+        # undo the averaging of gradients over processes
+        loss = step.loss(inputs[ROW], live) * self.accelerator.num_processes
         if not step.remaining:
             self._report(step)
         if training:
             self._current_step = step if step.remaining else None
         if aux is not None:
             self.logged_metrics()["aux_loss"].append(float(aux.detach()))
-            loss = loss + self.router_aux_loss_coef * aux / (
-                self.current_gradient_accumulation_steps if training else 1
-            )
+            slices_of_mean = self.current_gradient_accumulation_steps if training else 1
+            loss = loss + self.router_aux_loss_coef * aux / slices_of_mean
         return loss
 
     @torch.no_grad()
@@ -220,9 +217,108 @@ class GRPOTrainer(TRLTrainerBase):
             self.objective.memory.load_state_dict(state)
 
 
-def _mask(inputs: dict[str, Any]) -> Tensor:
-    mask: Tensor = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+# ------------------------------------------------- rows of a generation, as one batch
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Some of the generated rows, packed. ``position``: the trajectory of each row in ``batch`` (−1: not contained)."""
+
+    batch: Batch
+    position: Tensor  # [all rows]
+    mask: Tensor  # [all rows, L] True at sampled tokens
+    # whether behaviour log-probabilities are known; else the current policy is the behaviour policy
+    has_behaviour: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.tree.count(TOKEN)
+
+    def select(self, rows: Tensor) -> PackedRows:
+        """Only these rows, in this order, as far as they are contained."""
+        contained = rows[self.position[rows] >= 0]
+        position = torch.full_like(self.position, -1)
+        position[contained] = torch.arange(contained.numel(), device=position.device)
+        return replace(self, batch=self.batch.select(self.position[contained]), position=position)
+
+    def field(self, value: Tensor, rows: Tensor) -> Field:
+        """Values (rows, L) as a field, for the batch of exactly these rows."""
+        contained = self.position[rows] >= 0
+        return Field(self.batch.tree, TOKEN, value[contained][self.mask[rows[contained]][:, : value.shape[1]]])
+
+    def dense(self, value: Field) -> Tensor:
+        """A field as a tensor (all rows, L), 0 where it has no value."""
+        rows = torch.empty_like(self.position[self.position >= 0])
+        rows[self.position[self.position >= 0]] = (self.position >= 0).nonzero().squeeze(1)
+        part = torch.zeros((rows.numel(), self.mask.shape[1]), dtype=value.x.dtype, device=self.mask.device)
+        part[self.mask[rows]] = value.at(TOKEN).x
+        out = torch.zeros(self.mask.shape, dtype=value.x.dtype, device=self.mask.device)
+        out[rows] = part
+        return out
+
+
+@dataclass
+class AccumulatedStep:
+    """An optimiser step being accumulated: its plan, the number of remaining slices, and the statistics so far."""
+
+    objective: Objective
+    rows: PackedRows
+    remaining: int
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def loss(self, rows: Tensor, live: dict[Signal, Tensor]) -> Tensor:
+        """The summand of these rows in the loss of the whole step."""
+        self.remaining -= 1
+        part = self.rows.select(rows)
+        if not part.tokens:
+            return live[Signal.LOGP].sum() * 0.0  # every process must still run its backward pass
+        policy = {name: part.field(value, rows) for name, value in live.items()}
+        batch = part.batch if part.has_behaviour else replace(part.batch, behaviour=policy[Signal.LOGP].detach())
+        output = self.objective(batch, policy)
+        for name, value in output.stats.items():
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double()
+        return output.loss
+
+
+def plan_step(objective: Objective, rows: PackedRows, slices: int, before_step: dict[Signal, Field]) -> AccumulatedStep:
+    """Plan an optimiser step. ``before_step``: signals of the current policy over all of it, where the method plans with them."""
+    if rows.tokens:
+        batch = rows.batch.put(before_step)
+        if Signal.LOGP in before_step and not rows.has_behaviour:
+            batch = replace(batch, behaviour=before_step[Signal.LOGP])
+        rows = replace(rows, batch=objective.plan(batch))
+    return AccumulatedStep(objective, rows, slices)
+
+
+# ------------------------------------------------------------------ admission
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """What an admission rule reads of a trajectory."""
+
+    id: str
+    reward: float
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """What an admission rule reads of a group."""
+
+    trajectories: tuple[ScoredRow, ...]
+
+
+def admitted_rows(recipe: Recipe, reward: Tensor, scored: Tensor, size: int, first: int) -> Tensor:
+    """The rows a method trains on: those with a reward that its admission rule accepts, by groups of ``size`` rows."""
+    rewards, has_reward = reward.tolist(), scored.tolist()
+    indices: list[int] = []
+    for start in range(0, len(rewards), size):
+        rows = [k for k in range(start, min(start + size, len(rewards))) if has_reward[k]]
+        group = ScoredGroup(tuple(ScoredRow(str(first + k), rewards[k]) for k in rows))
+        verdict = recipe.admission(cast(Any, group)) if rows else "nothing to train on"
+        if not isinstance(verdict, str):
+            indices += [int(row.id) - first for row in verdict.trajectories]
+    return torch.tensor(indices, dtype=torch.int64, device=reward.device)
 
 
 __all__ = ["GRPOTrainer"]

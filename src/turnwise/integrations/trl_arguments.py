@@ -88,6 +88,3 @@ def _check_steps(label: str, recipe: Recipe, args: Any) -> None:
             f"{label} asks for {control.epochs} passes of {control.minibatches} steps over each batch; write num_iterations="
             f"{control.epochs}, steps_per_generation={control.minibatches * steps}"
         )
-
-
-__all__ = ["CONFLICTS", "MEASURED", "check", "recipe_of"]

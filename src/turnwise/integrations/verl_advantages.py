@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from turnwise import recipes
 from turnwise.algebra.objective import Objective
@@ -125,12 +124,6 @@ def _check_length(name: str, objective: Objective, mask: Tensor) -> None:
 
 def rows(mask: Tensor, reward: Tensor, group: Tensor, logp: Tensor, **columns: Tensor) -> Batch:
     """Rows of verl as a batch, with one column prepended, since a response may begin with a sampled token."""
-    prepend = lambda x: pad(x, (1, 0))  # noqa: E731
-    ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-    padded_columns = {str(key): prepend(value) for key, value in columns.items()}
-    return padded.from_padded(
-        prepend(ids), prepend(mask), logp=prepend(logp), reward=reward, group=group, **padded_columns
-    )
-
-
-__all__ = ["credit_from_config", "estimator", "fixed_credit", "rows"]
+    ids, prepend = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device), padded.PREPEND
+    front = {str(key): prepend(value) for key, value in columns.items()}
+    return padded.from_padded(prepend(ids), prepend(mask), logp=prepend(logp), reward=reward, group=group, **front)

@@ -13,19 +13,18 @@ from typing import Any
 from turnwise import recipes
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.control import Passes
-from turnwise.algebra.gradient import PlainGradient
 from turnwise.algebra.mask import AllTokens, InformativeGroups
 from turnwise.algebra.peers import Same
 from turnwise.algebra.penalty import KL, ClippedValueLoss, Weight, WeightedPenalty
 from turnwise.algebra.piece import Piece
 from turnwise.algebra.reward import EnvironmentReward, NamedReward, NegativeReferenceKL, OnLastToken, RunningNormalised
 from turnwise.algebra.term import Plus, Term, Times
-from turnwise.algebra.value import GAE, Outcome
+from turnwise.algebra.value import GAE
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.signals import Signal
 from turnwise.errors import SettingError
-from turnwise.integrations.method_support import unavailable_inputs
+from turnwise.integrations import method_support
+from turnwise.integrations.method_support import learner_reasons, that_hold, unavailable_inputs
 from turnwise.recipes.families import (
     actor_critic,
     critic_free,
@@ -45,30 +44,16 @@ METHODS = {
 }
 """Families whose methods have been run inside verl itself. Others are not registered."""
 Hyper = Mapping[str, Any]
-SIGNAL_MEANING = {
+SIGNAL_MEANING = method_support.SIGNAL_MEANING | {
     Signal.PROXIMAL: "the sampler's log-probabilities beside old_log_prob (verl weighs by them itself: set "
     "algorithm.rollout_correction, and every turnwise loss multiplies its weights in)",
-    Signal.PREVIOUS: "log-probabilities under the weights before the last training step",
     Signal.REFERENCE: "the reference's log-probabilities inside the loss",
     Signal.ENTROPY: "entropies inside the loss",
     Signal.VALUE: "the critic's values, which verl hands to its own estimator alone",
-    Signal.SECOND_VALUE: "a second value head",
-    Signal.GRADIENT_NORM: "the gradient norm of each trajectory",
-    Signal.ANSWER_LOGP: "the likelihood of the gold answer at every turn",
-    Signal.HELLINGER: "the Hellinger distance to the reference over the whole vocabulary",
-    Signal.PREDICTED_LOGP_CHANGE: "the curvature of the coming step (the optimiser's state)",
 }
-MEASURED_WITH = {
-    Signal.OLD_VALUE: Signal.VALUE,
-    Signal.OLD_SECOND_VALUE: Signal.SECOND_VALUE,
-    Signal.OLD_ENTROPY: Signal.ENTROPY,
-    Signal.PREDICTED_LOGIT_SQUARE: Signal.PREDICTED_LOGP_CHANGE,
-    Signal.PREDICTED_LOGIT_MEAN: Signal.PREDICTED_LOGP_CHANGE,
-}
-DEFAULT_RECIPE = Recipe(advantage=Outcome())
-ZERO_CREDIT = (
-    AdmitAll | Spread | NotPerfect
-)  # groups these drop have zero advantage anyway: verl's filter_groups does the same
+MEASURED_WITH = method_support.MEASURED_WITH | {Signal.OLD_ENTROPY: Signal.ENTROPY}
+# groups that these drop have zero advantage anyway: verl's filter_groups does the same
+ZERO_CREDIT = AdmitAll | Spread | NotPerfect
 
 
 # --------------------------------------------- terms that verl computes itself
@@ -126,48 +111,39 @@ def kl_in_reward(recipe: Recipe) -> float:
 
 def loss_unsupported_reasons(recipe: Recipe) -> list[str]:
     """As sentences, why verl's loss hook cannot run this recipe; empty if it can."""
-    pieces = list(_planning(without_verl_terms(recipe)))
-    reasons = [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in _missing(pieces, frozenset({Signal.LOGP}))]
-    reasons += unavailable_inputs(recipe, pieces)
-    if recipe.smoothing is not None:
-        reasons.append("adds learned noise inside every layer")
-    if recipe.precision.learner:
-        reasons.append(f"rounds what the learner's layers multiply ({recipe.precision!r})")
-    if not isinstance(recipe.control, Passes):
-        reasons.append("updates turn by turn, the last first, in optimiser steps of its own")
-    if not isinstance(recipe.gradient, PlainGradient):
-        reasons.append("rescales the finished gradient or the learning rate")
-    if recipe.ratio.couples_trajectories:
-        reasons.append("has a ratio that reaches across groups, which verl cuts into micro-batches")
-    if any(isinstance(p, Term | InformativeGroups) for p in pieces):
-        reasons.append("reads rewards inside the loss, where verl gives advantages only")
-    if any(p.initial_state() or isinstance(p, Weight) for p in pieces):
-        reasons.append(
-            "remembers something between optimiser steps, and verl calls a loss once per micro-batch and rank"
-        )
-    how = recipe.aggregate
-    if how not in (Mean(TOKEN), Mean(TRAJECTORY)) and not (isinstance(how, Sum) and how.over == TRAJECTORY):
-        reasons.append(f"averages by {how!r}, where verl tells only how many tokens and rows the step has")
-    return reasons + _collection_reasons(recipe)
+    pieces, how = list(_planning(without_verl_terms(recipe))), recipe.aggregate
+    in_parts = how in (Mean(TOKEN), Mean(TRAJECTORY)) or (isinstance(how, Sum) and how.over == TRAJECTORY)
+    wrong = {
+        "has a ratio that reaches across groups, which verl cuts into micro-batches": recipe.ratio.couples_trajectories,
+        "reads rewards inside the loss, where verl gives advantages only": any(
+            isinstance(p, Term | InformativeGroups) for p in pieces
+        ),
+        "remembers something between optimiser steps, and verl calls a loss once per micro-batch and rank": any(
+            p.initial_state() or isinstance(p, Weight) for p in pieces
+        ),
+        f"averages by {how!r}, where verl tells only how many tokens and rows the step has": not in_parts,
+    }
+    needs, hold = _needs(pieces, frozenset({Signal.LOGP})), that_hold(wrong)
+    return [*needs, *unavailable_inputs(recipe, pieces), *learner_reasons(recipe), *hold, *_dropped(recipe)]
 
 
 def advantage_unsupported_reasons(recipe: Recipe, values: bool = False) -> list[str]:
     """As sentences, why verl's estimator hook cannot run this recipe's credit. ``values``: the caller passes a critic's."""
     pieces = [*without_verl_terms(recipe).advantage.parts, *without_verl_terms(recipe).reward.parts]
-    has = frozenset({Signal.OLD_VALUE}) if values else frozenset()
-    reasons = [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in _missing(pieces, has)]
-    if reasons and is_gae(recipe):
-        reasons[-1] += " (it has these very advantages: write algorithm.adv_estimator=gae)"
-    if any(isinstance(p, RunningNormalised) for p in pieces) and kl_in_reward(recipe):
-        reasons.append("scales the reward before the KL is taken off, and verl takes it off first")
-    reasons += unavailable_inputs(recipe, pieces)
-    if any(isinstance(p, GAE) and p.bootstrap for p in pieces):
-        reasons.append("must know which episodes a limit cut off")
-    if any(isinstance(p, NamedReward) for p in pieces):
-        reasons.append("reads a named component of the reward")
-    if any(isinstance(peers := getattr(p, "peers", None), Same) and "index" not in peers.what for p in pieces):
-        reasons.append("compares turns by state or agent, which verl does not record")
-    return reasons + _collection_reasons(recipe)
+    needs = _needs(pieces, frozenset({Signal.OLD_VALUE}) if values else frozenset())
+    if needs and is_gae(recipe):
+        needs[-1] += " (it has these very advantages: write algorithm.adv_estimator=gae)"
+    scales = any(isinstance(p, RunningNormalised) for p in pieces) and kl_in_reward(recipe)
+    peers = [getattr(p, "peers", None) for p in pieces]
+    wrong = {
+        "scales the reward before the KL is taken off, and verl takes it off first": scales,
+        "must know which episodes a limit cut off": any(isinstance(p, GAE) and p.bootstrap for p in pieces),
+        "reads a named component of the reward": any(isinstance(p, NamedReward) for p in pieces),
+        "compares turns by state or agent, which verl does not record": any(
+            isinstance(same, Same) and "index" not in same.what for same in peers
+        ),
+    }
+    return [*needs, *that_hold(wrong), *unavailable_inputs(recipe, pieces), *_dropped(recipe)]
 
 
 def unsupported_methods(options: Mapping[str, Hyper] | None = None) -> dict[str, str]:
@@ -201,20 +177,17 @@ def _planning(recipe: Recipe) -> Iterator[Piece]:
     yield from dict.fromkeys(piece for root in roots for piece in root.parts)
 
 
-def _missing(pieces: list[Piece], has: frozenset[Signal]) -> list[Signal]:
+def _needs(pieces: list[Piece], has: frozenset[Signal]) -> list[str]:
     signals = frozenset[Signal]().union(*(p.reads | p.reads_before_step for p in pieces))
     missing = {MEASURED_WITH.get(s, s) for s in signals - has}
-    return sorted(missing - {Signal.VALUE} if Signal.SECOND_VALUE in missing else missing)
+    if Signal.SECOND_VALUE in missing:  # the reason says enough of the first
+        missing -= {Signal.VALUE}
+    return [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in sorted(missing)]
 
 
-def _collection_reasons(recipe: Recipe) -> list[str]:
-    """What a recipe decides while data is collected, which no loss or advantage hook can do."""
-    reasons = []
-    if not isinstance(recipe.admission, ZERO_CREDIT):
-        reasons.append(f"drops trajectories before they are compared ({recipe.admission!r})")
-    if type(recipe.strategy) is not type(DEFAULT_RECIPE.strategy):
-        reasons.append(f"samples its groups in its own way ({recipe.strategy!r})")
-    return reasons
+def _dropped(recipe: Recipe) -> list[str]:
+    dropping = not isinstance(recipe.admission, ZERO_CREDIT)
+    return that_hold({f"drops trajectories before they are compared ({recipe.admission!r})": dropping})
 
 
 # ------------------------------------------------------------------- settings
@@ -251,10 +224,3 @@ def raise_if_unsupported(name: str, reasons: list[str]) -> None:
     if reasons:
         instead = f". Use `turnwise train --method {name}`" if name in recipes.METHODS else ""
         raise SettingError(f"{name} cannot run inside verl: it {'; it '.join(reasons)}{instead}")
-
-
-__all__ = [
-    "PREFIX", "SIGNAL_MEANING", "Hyper", "advantage_unsupported_reasons", "is_gae", "kl_in_reward", "loss_unsupported_reasons",
-    "mode", "plans_over_step", "provided_by_verl", "raise_if_unsupported", "settings", "unsupported_methods",
-    "without_verl_terms",
-]  # fmt: skip

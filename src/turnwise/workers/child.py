@@ -46,22 +46,19 @@ def serve_concurrently(connection: Connection, answer: Callable[[bytes], Awaitab
             connection.send_bytes(pack(replies))
         replies.clear()
 
-    def take(number: int, payload: bytes) -> None:
-        if payload:
-            tasks[number] = loop.create_task(respond(number, payload))
-            tasks[number].add_done_callback(lambda _: tasks.pop(number, None))
-        elif number in tasks:
-            tasks[number].cancel()
-
-    def take_all(records: list[tuple[int, bytes]]) -> None:
+    def take(records: list[tuple[int, bytes]]) -> None:
         for number, payload in records:
-            take(number, payload)
+            if payload:
+                tasks[number] = loop.create_task(respond(number, payload))
+                tasks[number].add_done_callback(lambda _, ended=number: tasks.pop(ended, None))
+            elif number in tasks:
+                tasks[number].cancel()
 
     def read() -> None:
-        """In a thread: whoever asks never waits because this process computes."""
+        # in a thread: whoever asks never waits because this process computes
         with contextlib.suppress(EOFError, OSError):
             while True:
-                loop.call_soon_threadsafe(take_all, unpack(connection.recv_bytes()))
+                loop.call_soon_threadsafe(take, unpack(connection.recv_bytes()))
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()

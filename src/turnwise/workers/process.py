@@ -72,9 +72,8 @@ class WorkerLost(Exception):
 def exit_words(status: int, last_line: str = "") -> str:
     """How a process ended: ``was ended by SIGKILL``, ``ended with status 3: KeyError: 'x'``."""
     if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-        return f"was ended by signal {-status}"
+        name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
+        return f"was ended by {name}"
     return f"ended with status {status}" + (f": {last_line}" if last_line else "")
 
 
@@ -121,15 +120,13 @@ class WorkerProcess:
 
     def how_it_ended(self) -> str:
         """How the process ended, in words; empty while it runs."""
-        status = self.process.poll()
-        return "" if status is None else exit_words(status, self._last_line())
-
-    def _last_line(self) -> str:
-        if self.log is None or self.log.closed:
+        status, lines = self.process.poll(), list[str]()
+        if status is None:
             return ""
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        if self.log is not None and not self.log.closed:
+            self.log.seek(0)
+            lines = self.log.read().decode(errors="replace").strip().splitlines()
+        return exit_words(status, *lines[-1:])
 
     def close(self) -> None:
         """End the process and everything it started."""
@@ -166,7 +163,12 @@ class Worker(WorkerProcess):
     def _ask(self, payload: bytes, answer: AnyAnswer) -> AnyAnswer:
         number = next(self._numbers)
         self._pending[number] = answer
-        answer.add_done_callback(lambda done: self._drop(number) if done.cancelled() else None)
+
+        def drop(done: Answer) -> None:
+            if done.cancelled() and self._pending.pop(number, None) is not None:
+                self._outbox.put((number, b""))  # the process need not finish it
+
+        answer.add_done_callback(drop)
         self._outbox.put((number, payload))
         if self.ended:  # perhaps before the answer was among those that its end fails
             self._settle([(number, None)])
@@ -176,13 +178,12 @@ class Worker(WorkerProcess):
         """``ask``, in a thread that waits. A process that does not answer within ``seconds`` is killed."""
         try:
             return self.ask(payload).result(seconds)
-        except TimeoutError:
-            self.kill(f"gave no answer within {seconds:g} s")
-            raise
-        except WorkerLost:
-            raise
-        except BaseException:  # interrupted: what it does for this request, it would do for nobody
-            self.kill("was interrupted")
+        except BaseException as fault:
+            if not isinstance(
+                fault, WorkerLost
+            ):  # else interrupted: what it does for this request, it would do for nobody
+                late = f"gave no answer within {seconds:g} s"
+                self.kill(late if isinstance(fault, TimeoutError) else "was interrupted")
             raise
 
     def kill(self, reason: str) -> None:
@@ -195,10 +196,6 @@ class Worker(WorkerProcess):
         self.kill("was ended")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
-
-    def _drop(self, number: int) -> None:
-        if self._pending.pop(number, None) is not None:
-            self._outbox.put((number, b""))
 
     def _settle(self, records: Iterable[tuple[int, bytes | None]]) -> None:
         """Give these answers to whoever waits; None: it will never come."""

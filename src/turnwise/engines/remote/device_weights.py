@@ -16,9 +16,10 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from turnwise.engines.remote.http import in_daemon_thread
+from turnwise.engines.remote.http import expect, in_daemon_thread
 from turnwise.engines.remote.replica import IPC, NCCL, UPDATE_SECONDS, Replica
 from turnwise.errors import ServerFault, SettingError
 
@@ -41,7 +42,11 @@ class DeviceWeights:
     async def open(self, replica: Replica) -> None:
         """Agree with the server on the way. Raises ``ServerFault`` with its words where it refuses."""
         self.close()
-        size = await _world_size(replica)
+        reply = await replica.pool.call("/get_world_size", None, replica.seconds)
+        value = reply.json()
+        size: Any = value.get("world_size") if isinstance(value, dict) else None  # workers, each with a GPU
+        says = reply.status == 200 and isinstance(size, int) and size >= 1
+        expect(says, "it does not say how many GPUs it has (GET /get_world_size answers {})", reply.status)
         if self.backend == IPC and size != 1:
             raise SettingError(
                 f"--generator {replica.url} computes on {size} GPUs, and CUDA IPC reaches the learner's alone; write "
@@ -87,7 +92,12 @@ class DeviceWeights:
         refused = routes.begin()
 
         def with_device() -> Any:
-            with _current(self.device):
+            if self.device.type != "cuda":
+                return work()
+            import torch
+
+            with torch.cuda.device(self.device):  # the device of a thread; this one is new
+                torch.cuda.synchronize()  # vLLM copies on streams of its own, which do not wait for the learner's
                 return work()
 
         working = asyncio.ensure_future(in_daemon_thread(with_device))
@@ -126,7 +136,10 @@ class DeviceWeights:
 
         if self.backend == IPC:
             return WeightTransferTrainerFactory, LearnerWeights(), IPCTrainerInitInfo(rank=0)
-        info = NCCLTrainerInitInfo(master_address=address, master_port=_free_port(address), world_size=size + 1, rank=0)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as free:
+            free.bind((address, 0))
+            port = int(free.getsockname()[1])
+        info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=size + 1, rank=0)
         return WeightTransferTrainerFactory, LearnerWeights(), info
 
 
@@ -165,14 +178,10 @@ class _Routes:
         try:
             reply.result()
         except Exception as fault:
+            keep = partial(refused.set_result, fault)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(_keep_first, refused, fault)
+                loop.call_soon_threadsafe(lambda: refused.done() or keep())
             raise
-
-
-def _keep_first(refused: asyncio.Future[Exception], fault: Exception) -> None:
-    if not refused.done():
-        refused.set_result(fault)
 
 
 def _as_json(update_info: Any) -> Any:
@@ -183,68 +192,33 @@ def _as_json(update_info: Any) -> Any:
     return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(update_info["ipc_handles"])).decode()}
 
 
-async def _world_size(replica: Replica) -> int:
-    """Workers of the server, each with a GPU."""
-    reply = await replica.pool.call("/get_world_size", None, replica.seconds)
-    value = reply.json()
-    size = value.get("world_size") if isinstance(value, dict) else None
-    if reply.status != 200 or not isinstance(size, int) or size < 1:
-        raise ServerFault(f"it does not say how many GPUs it has (GET /get_world_size answers {reply.status})")
-    return size
-
-
-@contextlib.contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Make the device that of this thread. vLLM copies on streams of its own, which do not wait for the learner's."""
-    if device.type != "cuda":
-        yield
-        return
-    import torch
-
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        yield
-
-
 # ------------------------------------------------------------------ refusals
 
 
 def check_device_weights(backend: str, urls: Sequence[str], ranks: int, on_gpu: bool) -> None:
     """Refuse at once what cannot work. ``on_gpu``: where the learner computes, as far as is known without torch."""
-    flag = f"--generator-weights {backend}"
-    if not urls:
-        raise SettingError(
-            f"{flag} reaches servers of vLLM; write --generator http://HOST:PORT, or --generator-weights ./{backend} for a "
-            "folder of that name"
-        )
-    if not on_gpu:
-        raise SettingError(needs_gpu(backend))
-    if importlib.util.find_spec("vllm") is None:
-        raise SettingError(f"{flag}: {needs_vllm('no package vllm')}")
-    if backend == IPC and ranks > 1:
-        raise SettingError(
-            f"{flag} needs one learner process, and --ranks is {ranks}; write --generator-weights {NCCL}"
-        )
+    flag, by_nccl = f"--generator-weights {backend}", f"write --generator-weights {NCCL}"
     far = next((url for url in urls if backend == IPC and not is_this_machine(url)), "")
-    if far:
-        raise SettingError(
-            f"{flag} stays within one GPU, and {far} is on another machine; write --generator-weights {NCCL}, or a folder that "
-            "both machines see"
-        )
+    wrong = {
+        f"{flag} reaches servers of vLLM; write --generator http://HOST:PORT, or --generator-weights ./{backend} for a folder of "
+        "that name": not urls,
+        needs_gpu(backend): not on_gpu,
+        f"{flag}: {needs_vllm('no package vllm')}": importlib.util.find_spec("vllm") is None,
+        f"{flag} needs one learner process, and --ranks is {ranks}; {by_nccl}": backend == IPC and ranks > 1,
+        f"{flag} stays within one GPU, and {far} is on another machine; {by_nccl}, or a folder that both machines see": far,
+    }
+    if text := next((text for text, holds in wrong.items() if holds), ""):
+        raise SettingError(text)
 
 
 def needs_gpu(backend: str) -> str:
-    return (
-        f"--generator-weights {backend} sends weights from GPU to GPU, and this run learns on a CPU; write --generator-weights "
-        "FOLDER, or leave it out"
-    )
+    sends = f"--generator-weights {backend} sends weights from GPU to GPU, and this run learns on a CPU"
+    return f"{sends}; write --generator-weights FOLDER, or leave it out"
 
 
 def needs_vllm(seen: str) -> str:
-    return (
-        f"it runs vLLM's trainer side, which cannot be imported here ({seen}); install vllm 0.32 in this environment, too, or "
-        "write --generator-weights FOLDER"
-    )
+    runs = f"it runs vLLM's trainer side, which cannot be imported here ({seen})"
+    return f"{runs}; install vllm 0.32 in this environment, too, or write --generator-weights FOLDER"
 
 
 def cuda_device(backend: str, name: str) -> torch.device:
@@ -280,9 +254,3 @@ def is_this_machine(url: str) -> bool:
                 probe.bind(place)
                 return True
     return False
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as free:
-        free.bind((address, 0))
-        return int(free.getsockname()[1])

@@ -53,19 +53,8 @@ class GeneratorSpec:
 
     def make(self, model: Any, tokenizer: Any) -> LocalGenerator:
         torch.set_num_threads(self.threads)
-        return LocalGenerator(
-            model,
-            partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            slots=self.slots,
-            context=self.context,
-            stop_ids=self.stop_ids,
-            deterministic=self.deterministic,
-            device=self.device,
-            dtype=self.dtype,
-            threads=self.threads,
-            share_weights=self.device == "cpu",
-            cache=self.cache,
-        )
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return LocalGenerator(model, decode, share_weights=self.device == "cpu", **vars(self))
 
 
 @dataclass(frozen=True)
@@ -88,9 +77,7 @@ class ProcessLink:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.address = worker, ServerAddress("local")
 
-    async def call(
-        self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = 30.0
-    ) -> ProcessReply:
+    async def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = 30) -> ProcessReply:
         """Raises ``ServerFault`` where the process ends first, or is silent for ``seconds``. A call that nobody waits for any
         longer ends there."""
         route, _, query = path.partition("?")

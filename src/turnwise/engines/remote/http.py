@@ -243,9 +243,7 @@ def fault_words(fault: Exception, connected: bool, seconds: float | None) -> str
     if isinstance(fault, TimeoutError):
         return f"no reply within {seconds:g} s" if connected else f"no connection within {CONNECT_SECONDS:g} s"
     if isinstance(fault, OSError) and fault.errno in (errno.EMFILE, errno.ENFILE):
-        return (
-            f"no connection: too many open files in this process ({fault.strerror}); raise the limit: ulimit -n 65536"
-        )
+        return f"no connection: this process has too many open files ({fault.strerror}); allow more: ulimit -n 65536"
     if not connected and isinstance(fault, OSError):
         return f"no connection: {fault.strerror or fault}"
     return f"the connection broke ({str(fault) or type(fault).__name__})"

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +25,9 @@ from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.kernels.sampling import signed
 from turnwise.engines.remote.http import ServerAddress, in_daemon_thread
 from turnwise.engines.remote.policy_probe import KEPT, SAMPLED, PolicyProbe, mean_difference
-from turnwise.engines.remote.publisher import WeightPublisher
-from turnwise.engines.remote.replica import VLLM, RemoteLimits, Replica, ReplicaLost
+from turnwise.engines.remote.replica import RemoteLimits, Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import Reported, SampledPart
-from turnwise.engines.remote.weight_files import WeightFolder
+from turnwise.engines.remote.weight_files import WeightFolder, WeightPublisher
 from turnwise.errors import GeneratorLost, ServerFault, SettingError
 from turnwise.workers.sockets import allow_many_files
 
@@ -35,6 +35,7 @@ LOOK_SECONDS = 0.2  # between two looks for a server where none is left
 OTHERS_SECONDS = 10.0  # in which a run that begins with some servers waits for the others
 REJOIN_SECONDS = 1.0  # for which a publication waits for lost servers that may be back
 Decode = Callable[[list[int]], str]
+LISTS = ("tokens", "logp", "mass", "version", "entropy", "confidence", "kept")  # of a completion, token by token
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class RemoteGenerator:
         allow_many_files()
         self.version = self._newest = 0  # in use everywhere; being published
         self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
-        self._opened, self._tokens, self._reissued, self._aborted = 0, 0, 0, 0
+        self._opened, self._tokens, self.reissued, self._aborted = 0, 0, 0, 0
         self._told: set[Replica] = set()
         self._asking: asyncio.Future[list[Replica]] | None = None
         self._ready = asyncio.Event()
@@ -131,8 +132,7 @@ class RemoteGenerator:
             self.check()
 
     async def _write(self) -> None:
-        servers = self.alive()
-        await in_daemon_thread(lambda: self.publisher.write_for(servers))
+        await in_daemon_thread(partial(self.publisher.write_for, self.alive()))
 
     async def _publish_to_all(self, weights: Mapping[str, Tensor], version: int) -> None:
         await self._write()  # for servers that came back
@@ -153,7 +153,7 @@ class RemoteGenerator:
         return {
             "tokens": float(self._tokens),
             "replicas": float(len(self.alive())),
-            "reissued": float(self._reissued),
+            "reissued": float(self.reissued),
             "aborted": float(self._aborted),
             "open": float(sum(replica.sessions for replica in self.replicas)),
             **({"joined": float(self._joined)} if self.directory else {}),
@@ -194,12 +194,8 @@ class RemoteGenerator:
         for replica in self.replicas:
             if replica.lost and replica not in self._told:
                 self._told.add(replica)
-                rest = len(self.alive())
-                others = (
-                    f"its requests go to {'the other' if rest == 1 else f'the other {rest}'}"
-                    if rest
-                    else "none is left"
-                )
+                rest = {0: "none is left", 1: "its requests go to the other"}
+                others = rest.get(n := len(self.alive()), f"its requests go to the other {n}")
                 self.tell(f"lost the generator {replica.url}: {replica.lost}; {others}")
 
     async def ready(self) -> None:
@@ -237,10 +233,6 @@ class RemoteGenerator:
     def _reasons(self) -> str:
         return "".join(f"; {replica.url}: {replica.lost}" for replica in self.replicas)
 
-    def choose(self) -> Replica:
-        """The server with the fewest open dialogues, the first of several."""
-        return min(self.alive(), key=lambda replica: replica.sessions)
-
     async def _came_back(self) -> list[Replica]:
         """Those of ``_answering``; one that connects and does not answer does not hold up a publication, and is asked on."""
         if self._asking is None or self._asking.get_loop() is not asyncio.get_running_loop():
@@ -262,16 +254,14 @@ class RemoteGenerator:
             urls = {replica.url for replica in self.replicas}
             self.replicas += [self.directory.make(address) for url, address in here.items() if url not in urls]
 
-        async def answers(replica: Replica) -> bool:
-            try:
-                await replica.identify()
-            except (ServerFault, SettingError) as fault:
-                self._refuse(replica, fault)
-                return False
-            return True
-
         lost = [replica for replica in self.replicas if replica.lost and not replica.taken_over]
-        return [r for r, answered in zip(lost, await asyncio.gather(*map(answers, lost))) if answered]
+        answers = await asyncio.gather(*(replica.identify() for replica in lost), return_exceptions=True)
+        for replica, fault in zip(lost, answers):
+            if isinstance(fault, ServerFault | SettingError):
+                self._refuse(replica, fault)
+            elif fault is not None:
+                raise fault
+        return [replica for replica, fault in zip(lost, answers) if fault is None]
 
     def _refuse(self, replica: Replica, fault: Exception) -> None:
         """A server cannot be taken, or not yet. One of a directory says why, if it is the last hope; it was never in use."""
@@ -317,10 +307,10 @@ class RemoteGenerator:
         difference = mean_difference(ours, part.completion.logp)
         labels = set(part.versions) - {str(version)}
         if labels or difference > rule.tolerance or not tokens:
-            what = f"is {difference:.3g} away on average (allowed: {rule.tolerance:g}); if the weights are right, its precision "
-            what += "differs: write --mismatch-tolerance"
-            if labels:  # the server itself names other weights: no tolerance mends that
-                what = f"says that weights {sorted(labels)} sampled"
+            away = f"is {difference:.3g} away on average (allowed: {rule.tolerance:g}); if the weights are right, its precision"
+            # where the server itself names other weights, no tolerance mends that
+            named = f"says that weights {sorted(labels)} sampled"
+            what = named if labels else f"{away} differs: write --mismatch-tolerance"
             raise replica.lose(f"it answers with other weights than version {version}: a probe {what}")
 
     def salt(self, version: int) -> str:
@@ -340,9 +330,6 @@ class RemoteGenerator:
         self._aborted += done.stop is Stop.CANCELLED
         versions = [allowed[label] for label in part.versions] or [submitted] * len(done.tokens)
         return replace(done, version=versions)
-
-    def count_reissue(self) -> None:
-        self._reissued += 1
 
 
 class RemoteSession:
@@ -394,7 +381,7 @@ class RemoteSession:
                 return Completion([], [], [], [], Stop.CANCELLED), 0.0
             if not self._placed:
                 self._place()
-                owner.count_reissue()
+                owner.reissued += 1
             replica, version = self._replica, owner.version
             assert replica is not None
             try:
@@ -415,7 +402,8 @@ class RemoteSession:
     def _place(self) -> None:
         """Open the dialogue on a server."""
         self._leave()
-        self._replica = self._owner.choose()
+        # the server with the fewest open dialogues, the first of several
+        self._replica = min(self._owner.alive(), key=lambda replica: replica.sessions)
         self._joined = self._replica.joined
         self._replica.sessions += 1
         self._replica.change("open", self.name, self.seed)
@@ -430,26 +418,16 @@ class RemoteSession:
         """What was sampled before an abort and after it. A stop string may begin before and end after."""
         if not done.tokens:
             return part
-        entropy, confidence = [*done.entropy, *part.entropy], [*done.confidence, *part.confidence]
-        tokens = [*done.tokens, *part.tokens]
-        joined = Completion(
-            tokens,
-            [*done.logp, *part.logp],
-            [*done.mass, *part.mass],
-            [*done.version, *part.version],
-            part.stop,
-            entropy=entropy if len(entropy) == len(tokens) else (),
-            confidence=confidence if len(confidence) == len(tokens) else (),
-            kept=[*done.kept, *part.kept],
-            routes=part.routes,  # of all positions, those before this part too
-        )
-        if not sampling.stop:
-            return joined
-        for size in range(len(done.tokens) + 1, len(tokens)):
+        joined: Any = {name: [*getattr(done, name), *getattr(part, name)] for name in LISTS}
+        tokens = joined["tokens"]
+        for name in ("entropy", "confidence"):  # measured for all tokens, or for none
+            joined[name] = joined[name] if len(joined[name]) == len(tokens) else ()
+        whole = Completion(**joined, stop=part.stop, routes=part.routes)  # routes: of all positions, those before too
+        for size in range(len(done.tokens) + 1, len(tokens)) if sampling.stop else ():
             text = self._owner.decode(tokens[:size])
             if any(string in text for string in sampling.stop):
-                return _cut(joined, size)
-        return joined
+                return _cut(whole, size)
+        return whole
 
     def fork(self, seed: int) -> RemoteSession:
         """Open another dialogue with the same history."""
@@ -478,11 +456,6 @@ class RemoteSession:
 
 def _cut(done: Completion, size: int) -> Completion:
     """The first ``size`` tokens, which end with a stop string."""
-    names = ("tokens", "logp", "mass", "version", "entropy", "confidence", "kept")
-    lists: Any = {name: list(getattr(done, name))[:size] for name in names}
+    lists: Any = {name: list(getattr(done, name))[:size] for name in LISTS}
     routes = done.routes[: max(0, len(done.routes) - len(done.tokens) + size)]
     return replace(done, stop=Stop.STRING, routes=routes, **lists)
-
-
-def has_vllm(replicas: Sequence[Replica]) -> bool:
-    return any(replica.kind == VLLM for replica in replicas)

@@ -14,11 +14,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.records import Sampling
-from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, is_overflow
+from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, expect, is_overflow
 from turnwise.engines.remote.token_wire import Reported, SampledPart, read_part, sampling_params, what_is_reported
 from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
 
@@ -94,7 +94,7 @@ class Replica:
         self._changes: list[list[Any]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._numbers, self._asked = 0, itertools.count()
-        self._waiting = 0
+        self.owed = 0  # replies that the server has not sent yet
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -106,48 +106,47 @@ class Replica:
         """The id of the server's process, where it is one of this run; 0: it is elsewhere."""
         return 0 if isinstance(self.pool, HttpPool) else self.pool.worker.process.pid
 
-    @property
-    def owed(self) -> int:
-        """Replies that the server has not sent yet."""
-        return self._waiting
-
     # ----------------------------------------------------------------- connect
 
     async def identify(self) -> None:
         """Find out what answers at the address. Raises ``SettingError`` in words where nothing useful does."""
+        flag = f"--generator {self.url}"
+
+        async def look(path: str) -> tuple[int, Any]:
+            reply = await self.pool.call(path, None, ASK_SECONDS)
+            if reply.status in (401, 403):
+                what = "refuses the token" if self.address.key else "wants a token"
+                raise SettingError(
+                    f"{flag}: the server {what}; write --generator-key-env VARIABLE, the environment variable that holds the "
+                    "token it was started with"
+                )
+            return reply.status, reply.json()
+
         try:
-            info = await self.pool.call("/turnwise/v1/info", None, ASK_SECONDS)
-            self._refuse_key(info)
-            value = info.json()
-            if info.status == 200 and isinstance(value, dict) and value.get("server") == OURS:
+            status, value = await look("/turnwise/v1/info")
+            if status == 200 and isinstance(value, dict) and value.get("server") == OURS:
                 self.kind, self.facts, self.model = OURS, value, str(value.get("model"))
                 return
-            await self._identify_vllm()
+            status, value = await look("/v1/models")
+            rows = value.get("data") if isinstance(value, dict) else None
+            if status != 200 or not isinstance(rows, list) or not rows:
+                raise SettingError(
+                    f"{flag}: this is no generator server (GET /v1/models answers {status}); write the address of `turnwise "
+                    "serve` or `vllm serve`, without /v1"
+                )
+            status, _ = await look("/weight_info")
+            # a server that has this call refuses a nameless adapter; one that does not, the route
+            offered = await self.pool.call(LOAD, {"lora_name": "", "lora_path": ""}, ASK_SECONDS)
+            self.takes_weights, self.loads_adapters = status == 200, offered.status in (400, 422)
+            if not self.takes_weights and not self.loads_adapters:
+                raise SettingError(
+                    f"{flag}: this server cannot take weights (GET /weight_info answers {status}); start vLLM with "
+                    f"{start_options(self.backend)}"
+                )
+            self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
         except ServerFault as fault:
-            raise SettingError(
-                f"--generator {self.url}: {fault}; start a server there: turnwise serve MODEL --address HOST:PORT"
-            ) from None
-
-    async def _identify_vllm(self) -> None:
-        models = await self.pool.call("/v1/models", None, ASK_SECONDS)
-        self._refuse_key(models)
-        value = models.json()
-        rows = value.get("data") if isinstance(value, dict) else None
-        if models.status != 200 or not isinstance(rows, list) or not rows:
-            raise SettingError(
-                f"--generator {self.url}: this is no generator server (GET /v1/models answers {models.status}); write the "
-                "address of `turnwise serve` or `vllm serve`, without /v1"
-            )
-        weights = await self.pool.call("/weight_info", None, ASK_SECONDS)
-        offered = await self.pool.call(LOAD, {"lora_name": "", "lora_path": ""}, ASK_SECONDS)
-        # a server that has the call refuses a nameless adapter; one that does not, the route
-        self.takes_weights, self.loads_adapters = weights.status == 200, offered.status in (400, 422)
-        if not self.takes_weights and not self.loads_adapters:
-            raise SettingError(
-                f"--generator {self.url}: this server cannot take weights (GET /weight_info answers {weights.status}); start "
-                f"vLLM with {start_options(self.backend)}"
-            )
-        self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
+            start = "start a server there: turnwise serve MODEL --address HOST:PORT"
+            raise SettingError(f"{flag}: {fault}; {start}") from None
 
     def refuse_backend(self) -> None:
         """A server of ours takes files alone."""
@@ -167,14 +166,6 @@ class Replica:
         self.reported = what_is_reported((await self.pool.call("/inference/v1/generate", body, self.seconds)).json())
         return True
 
-    def _refuse_key(self, reply: HttpReply | ProcessReply) -> None:
-        if reply.status in (401, 403):
-            what = "refuses the token" if self.address.key else "wants a token"
-            raise SettingError(
-                f"--generator {self.url}: the server {what}; write --generator-key-env VARIABLE, the environment variable "
-                "that holds the token it was started with"
-            )
-
     async def attach(self, limits: RemoteLimits) -> None:
         """Take the server for this run."""
         self._changes, self._numbers, self.sessions = [], 0, 0
@@ -182,18 +173,21 @@ class Replica:
         self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
         if self.kind == OURS:
             self.refuse_backend()
-            sizes = {"slots": limits.slots, "context": limits.context, "threads": limits.threads, "run": self.run}
-            body = {"client": self.client, "stop_ids": list(limits.stop_ids), "deterministic": limits.deterministic}
+            body = {**asdict(limits), "stop_ids": list(limits.stop_ids), "client": self.client, "run": self.run}
             if isinstance(self.pool, HttpPool):
                 await until_free(self.pool, self.client, self.run)
-            granted = await self.post("/turnwise/v1/attach", {**body, **sizes}, UPDATE_SECONDS)
+            granted = await self.post("/turnwise/v1/attach", body, UPDATE_SECONDS)
             if int(granted["context"]) < limits.context:
                 raise SettingError(
                     f"--generator {self.url}: it reads {granted['context']} ids, and the run needs {limits.context}; write "
                     f"--context {granted['context']}, or start the server with --context {limits.context}"
                 )
             self.facts["engine"] = str(granted.get("engine", ""))
-            self._read_needs(granted)
+            # how the server wants its weights; one that says nothing gets all of them, merged, in float32
+            adapters, dtypes = granted.get("adapters"), granted.get("dtypes") or {}
+            self.takes_adapters, self.adapters_beside = adapters in ("merged", "beside"), adapters == "beside"
+            self.base = str(granted.get("base") or "")
+            self.dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in NARROW}
             if isinstance(self.pool, HttpPool):  # a process of this run is nobody else's
                 self.presence = Presence(self.pool, self.client, self)
         elif self.takes_weights:
@@ -215,13 +209,6 @@ class Replica:
             self.lost = f"{text}; start vLLM with {start_options(self.backend)}"
             raise ReplicaLost(f"{self.url}: {self.lost}") from None
 
-    def _read_needs(self, needs: Mapping[str, Any]) -> None:
-        """How the server wants its weights. One that says nothing gets all of them, merged, in float32."""
-        self.takes_adapters = needs.get("adapters") in ("merged", "beside")
-        self.adapters_beside, self.base = needs.get("adapters") == "beside", str(needs.get("base") or "")
-        dtypes = needs.get("dtypes") or {}
-        self.dtypes = {name: dtype for name, dtype in dtypes.items() if dtype in NARROW}
-
     def lose(self, reason: str) -> ReplicaLost:
         """Use the server no longer; everyone who waits for it gets the error."""
         if self.lost in ("", NOT_CONNECTED):
@@ -236,7 +223,7 @@ class Replica:
         if not isinstance(self.pool, HttpPool):
             self.pool.interrupt()
         elif self.presence is not None and not self.lost:
-            self.presence.leave()
+            self.presence.end(leave=True)
 
     # --------------------------------------------------------------- dialogues
 
@@ -289,24 +276,23 @@ class Replica:
             params["entropy"] = sampling.entropy
             params["sampling_mask"] = not (sampling.whole or sampling.greedy)
             body |= {"client": self.client, "session": session}
-        if self.runtime_adapters is None:
+        adapters = self.runtime_adapters
+        if adapters is None:
             value = await self.post("/inference/v1/generate", body | self._model, None)
         else:
-            with self.runtime_adapters.using(version) as adapter:
+            with adapters.using(version) as adapter:
                 value = await self.post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
-        part = self._with_mask(read_part(value, frozenset(stop_ids)), sampling)
-        # labels of a server with adapters name its base; the adapter was named by the request
-        return part if self.runtime_adapters is None else replace(part, versions=())
-
-    def _with_mask(self, part: SampledPart, sampling: Sampling) -> SampledPart:
-        """Refuse a filtered reply of vLLM without what was kept: nothing else says what its log-probabilities are over."""
+        part = read_part(value, frozenset(stop_ids))
         done = part.completion
-        if sampling.whole or sampling.greedy:
-            return replace(part, completion=replace(done, kept=())) if done.kept else part
-        if self.kind == VLLM and not (len(done.kept) == len(done.tokens) and all(done.kept)):
-            raise self.lose(f"it does not return the ids that its filters kept; start it with {MASK_OPTIONS}")
-        return part
+        if (sampling.whole or sampling.greedy) and done.kept:
+            part = replace(part, completion=replace(done, kept=()))
+        elif self.kind == VLLM and not (sampling.whole or sampling.greedy):
+            # nothing else says what the log-probabilities of a filtered reply are over
+            if len(done.kept) != len(done.tokens) or not all(done.kept):
+                raise self.lose(f"it does not return the ids that its filters kept; start it with {MASK_OPTIONS}")
+        # labels of a server with adapters name its base; the adapter was named by the request
+        return part if adapters is None else replace(part, versions=())
 
     @property
     def _owner(self) -> dict[str, str]:
@@ -321,17 +307,6 @@ class Replica:
         """A reply as JSON. Refusals of one request are ``RequestRefused``; what says that the server is gone, ``ReplicaLost``."""
         while (reply := await self._call(path, body, seconds)).status == 429:
             await asyncio.sleep(BUSY_SECONDS)
-        return self._value(path, reply)
-
-    async def _call(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply | ProcessReply:
-        """A reply, which the server owes until it is here. Without one the server is lost."""
-        with self._owed():
-            try:
-                return await self.pool.call(path, body, seconds)
-            except ServerFault as fault:
-                raise self.lose(str(fault)) from None
-
-    def _value(self, path: str, reply: HttpReply | ProcessReply) -> dict[str, Any]:
         value = reply.json()
         if reply.status == 200 and isinstance(value, dict):
             return value
@@ -340,30 +315,38 @@ class Replica:
             raise ContextOverflow(text)
         if reply.status in (400, 422) or "no open session" in text:
             raise RequestRefused(f"{self.url} refuses a request: {text}")
-        if reply.status == 409 and "no run is attached" in text:
-            raise self.lose("it was restarted")
-        if reply.status == 409 and "another run" in text:
-            self.taken_over = True
-            raise self.lose("another run took it over")
-        raise self.lose(f"it answers {path} with {reply.status}: {text}")
+        reason = f"it answers {path} with {reply.status}: {text}"
+        if reply.status == 409:  # a server of ours, in the words of ``PolicyHost.check_owner``
+            self.taken_over = self.taken_over or "another run" in text
+            reason = "it was restarted" if "no run is attached" in text else reason
+            reason = "another run took it over" if "another run" in text else reason
+        raise self.lose(reason)
+
+    async def _call(self, path: str, body: Mapping[str, Any] | None, seconds: float | None) -> HttpReply | ProcessReply:
+        """A reply, which the server owes until it is here. Without one the server is lost."""
+        with self._owes():
+            try:
+                return await self.pool.call(path, body, seconds)
+            except ServerFault as fault:
+                raise self.lose(str(fault)) from None
 
     @contextlib.contextmanager
-    def _owed(self) -> Iterator[None]:
+    def _owes(self) -> Iterator[None]:
         """While the server owes a reply, look whether it is alive."""
-        self._waiting += 1
+        self.owed += 1
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
             self._watch = loop.create_task(self._watch_health())
         try:
             yield
         finally:
-            self._waiting -= 1
+            self.owed -= 1
 
     async def _watch_health(self) -> None:
         pause = min(HEALTH_SECONDS, self.seconds / 2)
         while self.lost in ("", NOT_CONNECTED):
             await asyncio.sleep(pause)
-            if not self._waiting:
+            if not self.owed:
                 return
             try:
                 reply = await self.pool.call("/health", None, self.seconds)
@@ -380,7 +363,13 @@ class Replica:
         """Pause, load the weights of ``version``, and go on. Requests in flight return the tokens they have. Adapters that vLLM
         loads by name need no pause: requests in flight keep the adapter they named. No files: ``weights`` go from GPU to GPU."""
         if files and files[-1].kind == "folder":
-            await self._load_adapter(files[-1], version)
+            self.runtime_adapters = self.runtime_adapters or RuntimeAdapters(self.pool, self.client)
+            try:
+                with self._owes():
+                    await self.runtime_adapters.load(files[-1], version)
+            except ServerFault as fault:
+                raise self.lose(str(fault)) from None
+            self.version = version
             return
         if not self.takes_weights:
             raise self.lose(
@@ -388,31 +377,20 @@ class Replica:
             )
         await self.post("/pause?mode=abort", self._owner, UPDATE_SECONDS)
         if files:
-            await self._send_files(files, version)
+            await self.post("/start_weight_update", self._owner, UPDATE_SECONDS)
+            for file in files:
+                await self.post("/update_weights", {**self._owner, "update_info": file.as_dict()}, UPDATE_SECONDS)
+            await self.post("/finish_weight_update", {**self._owner, "weight_version": str(version)}, UPDATE_SECONDS)
         else:
             assert self.device_weights is not None
             await self.device_weights.send(weights, version)
         await self.post("/resume", self._owner, UPDATE_SECONDS)
+        # a server may accept each call and still not have the weights: it says itself which ones it has
         value = (await self._call("/weight_info", None, self.seconds)).json()
         label = value.get("weight_version") if isinstance(value, dict) else None
         if label != str(version):
             raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
         self.version, self.base = version, files[-1].base if files else ""
-
-    async def _send_files(self, files: Sequence[WeightFile], version: int) -> None:
-        await self.post("/start_weight_update", self._owner, UPDATE_SECONDS)
-        for file in files:
-            await self.post("/update_weights", {**self._owner, "update_info": file.as_dict()}, UPDATE_SECONDS)
-        await self.post("/finish_weight_update", {**self._owner, "weight_version": str(version)}, UPDATE_SECONDS)
-
-    async def _load_adapter(self, file: WeightFile, version: int) -> None:
-        self.runtime_adapters = self.runtime_adapters or RuntimeAdapters(self.pool, self.client)
-        try:
-            with self._owed():
-                await self.runtime_adapters.load(file, version)
-        except ServerFault as fault:
-            raise self.lose(str(fault)) from None
-        self.version = version
 
 
 # --------------------------------------------------------------------- adapters of vLLM
@@ -427,31 +405,27 @@ class RuntimeAdapters:
         self.loaded: set[int] = set()  # versions
         self._in_use: Counter[int] = Counter()
 
-    def name(self, version: int) -> str:
-        return f"{self.client}-{version}"
-
     async def load(self, file: WeightFile, version: int) -> None:
         """Load a version, and unload those that no request uses any longer."""
-        await self._call(LOAD, {"lora_name": self.name(version), "lora_path": file.path})
+        await self._call(LOAD, version, lora_path=file.path)
         self.loaded.add(version)
         for old in [v for v in self.loaded if v != version and not self._in_use[v]]:
             self.loaded.discard(old)
-            await self._call(UNLOAD, {"lora_name": self.name(old)})
+            await self._call(UNLOAD, old)
 
-    async def _call(self, path: str, body: Mapping[str, str]) -> None:
-        reply = await self.pool.call(path, body, UPDATE_SECONDS)
-        if reply.status != 200:
-            raise ServerFault(
-                f"it answers {path} with {reply.status}: {error_text(reply.json(), reply.text()).rstrip('.')}; start it with "
-                "--enable-lora, --max-lora-rank of the run's rank and --max-loras of its staleness plus 2"
-            )
+    async def _call(self, path: str, version: int, **more: str) -> None:
+        reply = await self.pool.call(path, {"lora_name": f"{self.client}-{version}", **more}, UPDATE_SECONDS)
+        refused = "it answers {} with {}: {}; start it with "
+        options = "--enable-lora, --max-lora-rank of the run's rank and --max-loras of its staleness plus 2"
+        text = error_text(reply.json(), reply.text()).rstrip(".")
+        expect(reply.status == 200, refused + options, path, reply.status, text)
 
     @contextlib.contextmanager
     def using(self, version: int) -> Iterator[str]:
         """The adapter of ``version``, which stays loaded meanwhile."""
         self._in_use[version] += 1
         try:
-            yield self.name(version)
+            yield f"{self.client}-{version}"
         finally:
             self._in_use[version] -= 1
 
@@ -494,14 +468,11 @@ class Presence:
         while not self._ended.wait(BEAT_SECONDS):
             self._tell("alive")
 
-    def end(self) -> None:
-        """Say nothing more: the server is lost."""
+    def end(self, leave: bool = False) -> None:
+        """Say nothing more: the server is lost. ``leave``: give it back."""
         self._ended.set()
-
-    def leave(self) -> None:
-        """Give the server back."""
-        self._ended.set()
-        self._tell("release")
+        if leave:
+            self._tell("release")
 
     def _tell(self, what: str) -> None:
         with contextlib.suppress(ServerFault):  # whoever waits for a reply finds out

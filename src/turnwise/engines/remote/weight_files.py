@@ -1,37 +1,48 @@
 """Weights as files that another process reads: safetensors with a checksum, in shared memory or in a folder that both see.
 
-The trainer writes a version and removes old ones: all weights, or the factors of adapters, whose base is a file of its own. A
-server reads a file, compares its checksum, and refuses what is incomplete. Knows tensors and files; neither models nor HTTP.
+The trainer writes a version and removes old ones: all weights in the dtype that a server keeps, or the factors of adapters, whose
+base is a file of its own. A server that has no base gets it before the first adapters; its file is removed once every server has
+it, and written again for a server that comes later. A vLLM that loads adapters by name gets a PEFT folder, any other merged
+weights. A server reads a file, compares its checksum, and refuses what is incomplete. Knows tensors, files and what servers say
+of themselves; neither models nor HTTP, and sends nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor, dtype
 
-from turnwise.engines.adapters import HeldWeights
+from turnwise.engines.adapters import AdaptedWeights, Adapter, HeldWeights, SentBase, adapted_weights, factors_of
 from turnwise.errors import SettingError, StoreError
+
+if TYPE_CHECKING:
+    from turnwise.engines.remote.replica import Replica
 
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS, BASE, ADAPTERS = "weights", "base", "adapters"  # what a file holds
-FOLDER = "folder"  # adapters as PEFT writes them
+FOLDER, DEVICE = "folder", "device"  # other ways: adapters as PEFT writes them; from GPU to GPU, without files
 NAME = re.compile(rf"(?:{WEIGHTS}|{BASE}|{ADAPTERS})-(\d+)(?:-\d+)?\.safetensors")
 KIND = "turnwise-weights-"
 KEPT = 2  # versions: a server that was late may still read the one before
+Form = tuple[tuple[str, str], ...]
+"""The dtypes of weights that a server does not keep in float32, by name."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +58,10 @@ class WeightFile:
     adapters: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """All weights are described by path and checksum alone, as every server understands them."""
         named = {"path": self.path, "sha256": self.sha256}
-        if self.kind == WEIGHTS:
-            return named
         of_adapters = {"base": self.base, "adapters": dict(self.adapters)} if self.kind == ADAPTERS else {}
-        return {**named, "kind": self.kind, **of_adapters}
+        # all weights are described by path and checksum alone, as every server understands them
+        return named if self.kind == WEIGHTS else {**named, "kind": self.kind, **of_adapters}
 
 
 class WeightFolder:
@@ -79,19 +88,22 @@ class WeightFolder:
         self,
         weights: Mapping[str, Tensor],
         version: int,
-        dtypes: Mapping[str, dtype] | None = None,
+        dtypes: Mapping[str, dtype] = {},
         kind: str = WEIGHTS,
         form: int = 0,
     ) -> WeightFile:
         """Write a version; complete or not at all. ``dtypes``: of weights that the reader does not keep in their own dtype;
         ``form`` counts files of one version that differ in them."""
-        rounded = dtypes or {}
-        tensors = {n: t.detach().to(rounded.get(n, t.dtype)).to("cpu").contiguous() for n, t in weights.items()}
+        tensors = {n: t.detach().to(dtypes.get(n, t.dtype)).to("cpu").contiguous() for n, t in weights.items()}
+        seen: set[int] = set()
+        for name, value in tensors.items():  # a file cannot say that two names are one tensor
+            tensors[name] = value.clone() if value.data_ptr() in seen else value
+            seen.add(value.data_ptr())
         path = self.path / f"{kind}-{version}{f'-{form}' if form else ''}.safetensors"
         aside = path.with_suffix(".writing")
         try:
             reserve(aside, sum(t.numel() * t.element_size() for t in tensors.values()))
-            save_file(_unshared(tensors), aside)
+            save_file(tensors, aside)
             digest = checksum(aside)
             aside.replace(path)
         except (OSError, SafetensorError) as fault:
@@ -103,29 +115,157 @@ class WeightFolder:
                 f"weights cannot be written to {path} ({fault}); write --generator-weights FOLDER with more room, or give more "
                 "shared memory (docker run --shm-size)"
             ) from fault
-        self._remove_before(kind, version)
+        files = {old: NAME.fullmatch(old.name) for old in self.path.glob(f"{kind}-*.safetensors")}
+        versions = {old: int(match[1]) for old, match in files.items() if match}
+        latest = {version, *sorted({*versions.values()})[-KEPT:]}
+        for old in [old for old, number in versions.items() if number not in latest]:
+            old.unlink(missing_ok=True)
         return WeightFile(str(path), digest, path.stat().st_size, kind)
 
-    def remove(self, file: WeightFile) -> None:
-        Path(file.path).unlink(missing_ok=True)
 
-    def _remove_before(self, kind: str, newest: int) -> None:
-        files = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{kind}-*.safetensors")}
-        versions = {path: int(match[1]) for path, match in files.items() if match}
-        latest = {newest, *sorted({*versions.values()})[-KEPT:]}
-        for path, version in versions.items():
-            if version not in latest:
-                path.unlink(missing_ok=True)
+@dataclass
+class _Base:
+    """Frozen weights, and the files that hold them now; a file that was removed keeps its checksum."""
+
+    sent: SentBase
+    digests: dict[Form, str] = field(default_factory=dict)
+    files: dict[Form, WeightFile] = field(default_factory=dict)
 
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, each with memory of its own: a file cannot say that two names are one tensor."""
-    seen: set[int] = set()
-    out: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        out[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    return out
+class WeightPublisher:
+    """Writes one version after the other. Files of a version are written when the first server needs them."""
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self.folder, self.version, self.written = folder, -1, 0  # written: bytes of this version, its base included
+        self._weights: Any = None
+        self._whole: dict[Form, WeightFile] = {}
+        self._adapters: WeightFile | None = None
+        self._base: _Base | None = None
+        self._folders: dict[int, WeightFile] = {}  # adapters as PEFT folders, by version
+        self._forms: dict[Form, int] = {}
+
+    def begin(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Write ``weights`` from now on. They may change after ``write_for``."""
+        self._weights, self.version, self.written = weights, version, 0
+        self._whole, self._adapters = {}, None
+        if not isinstance(weights, AdaptedWeights) or not weights.mergeless:
+            self._base = None
+        elif self._base is None or not self._base.sent.is_still(weights.base):
+            self._base = _Base(SentBase(weights.base))
+
+    def _way(self, replica: Replica) -> str:
+        """How this version reaches a server."""
+        if self._base is not None and replica.loads_adapters and fits_peft(self._weights.adapters):
+            return FOLDER
+        if replica.device_weights is not None and replica.device_weights.carries(self._weights):
+            return DEVICE
+        return ADAPTERS if self._base is not None and replica.takes_adapters else WEIGHTS
+
+    def write_for(self, replicas: Sequence[Replica]) -> None:
+        """Write what these servers need and is not written yet; without servers, what one that comes later can use."""
+        assert self._weights is not None, "a run publishes before it samples"
+        by_way: dict[str, list[Replica]] = {way: [] for way in (FOLDER, DEVICE, ADAPTERS, WEIGHTS)}
+        for replica in replicas:
+            by_way[self._way(replica)].append(replica)
+        if self._base is not None and self._adapters is None and (by_way[ADAPTERS] or not replicas):
+            factors, described = factors_of(self._weights.adapters)
+            self._adapters = replace(self._write(factors, ADAPTERS), adapters=described)
+        for replica in by_way[ADAPTERS]:
+            base, form = self._base, _base_form(replica)
+            assert base is not None
+            if form not in base.files and not (replica.base and replica.base == base.digests.get(form)):
+                base.files[form] = self._write(base.sent.weights, BASE, form)
+                base.digests[form] = base.files[form].sha256
+        if by_way[FOLDER]:
+            if self.version not in self._folders:
+                folder = self.folder.path / f"adapter-{self.version}"
+                self._folders[self.version] = file = write_peft_folder(folder, self._weights.adapters)
+                self.written += file.size
+            loaded = {v for r in by_way[FOLDER] if r.runtime_adapters for v in r.runtime_adapters.loaded}
+            for old in [v for v in self._folders if v != self.version and v not in loaded]:
+                shutil.rmtree(self._folders.pop(old).path, ignore_errors=True)
+        forms = {_form(replica) for replica in by_way[WEIGHTS]}
+        if not replicas and self._base is None:
+            forms = {()}
+        for form in forms - self._whole.keys():
+            self._whole[form] = self._write(self._weights, WEIGHTS, form)
+
+    def _write(self, weights: Mapping[str, Tensor], kind: str, form: Form = ()) -> WeightFile:
+        number = self._forms.setdefault(form, len(self._forms))
+        dtypes = {name: getattr(torch, dtype) for name, dtype in form}
+        file = self.folder.write(weights, self.version, dtypes, kind, number)
+        self.written += file.size
+        return file
+
+    def files_for(self, replica: Replica) -> list[WeightFile]:
+        """What to send to a server, in this order; nothing to one that gets weights without files."""
+        match self._way(replica):
+            case "folder":
+                return [self._folders[self.version]]
+            case "device":
+                return []
+            case "weights":
+                return [self._whole[_form(replica)]]
+        base, form = self._base, _base_form(replica)
+        assert base is not None and self._adapters is not None
+        adapters = replace(self._adapters, base=base.digests[form])
+        return [adapters] if replica.base == adapters.base else [base.files[form], adapters]
+
+    def forget_base(self) -> None:
+        """Remove files of the base: every server has it."""
+        if self._base is not None:
+            for file in self._base.files.values():
+                Path(file.path).unlink(missing_ok=True)
+            self._base.files = {}
+
+    def read_again(self) -> Mapping[str, Tensor]:
+        """The weights of this version from their files: the learner's have moved on. A base does not move."""
+        if self._adapters is not None and self._base is not None:
+            factors, _ = read_weights(self._adapters.as_dict())
+            self._weights = adapted_weights(self._base.sent.weights, factors, self._adapters.adapters)
+        else:
+            self._weights, _ = read_weights(next(iter(self._whole.values())).as_dict())
+        weights: Mapping[str, Tensor] = self._weights
+        return weights
+
+
+def _form(replica: Replica) -> Form:
+    return tuple(sorted(replica.dtypes.items()))
+
+
+def _base_form(replica: Replica) -> Form:
+    """A base to which adapters are added each time keeps its dtype: rounding it would round the policy."""
+    return _form(replica) if replica.adapters_beside else ()
+
+
+def fits_peft(adapters: Mapping[str, Adapter]) -> bool:
+    """Whether one rank and one scale describe all adapters, as a PEFT configuration needs."""
+    return len({(a.down.shape[0], a.scale) for a in adapters.values()}) == 1
+
+
+def write_peft_folder(folder: Path, adapters: Mapping[str, Adapter]) -> WeightFile:
+    """Write adapters as PEFT does; complete or not at all."""
+    aside = folder.with_suffix(".writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    first = next(iter(adapters.values()))
+    rank, modules = first.down.shape[0], {name: name.removesuffix(".weight") for name in adapters}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": first.scale * rank, "lora_dropout": 0.0,
+        "bias": "none", "inference_mode": True, "target_modules": sorted({m.rsplit(".", 1)[-1] for m in modules.values()}),
+    }  # fmt: skip
+    (aside / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    factors = {
+        f"base_model.model.{modules[name]}.lora_{side}.weight": t.detach().to("cpu").contiguous()
+        for name, a in adapters.items()
+        for side, t in (("A", a.down), ("B", a.up))
+    }
+    file = aside / "adapter_model.safetensors"
+    save_file(factors, file, metadata={"format": "pt"})
+    digest, size = checksum(file), sum(path.stat().st_size for path in aside.iterdir())
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.replace(folder)
+    return WeightFile(str(folder), digest, size, FOLDER)
 
 
 def reserve(path: Path, size: int) -> None:
@@ -146,11 +286,11 @@ def read_weights(described: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], st
     path, expected = described.get("path"), described.get("sha256")
     if not isinstance(path, str) or not isinstance(expected, str):
         raise SettingError("'update_info' names no path and sha256; write those of a file of weights")
-    file = Path(path)
-    if not file.is_absolute() or not NAME.fullmatch(file.name):
+    # a client that knows the token must not read any other file of this machine
+    if not Path(path).is_absolute() or not NAME.fullmatch(Path(path).name):
         raise SettingError(f"{path[:200]!r} is no file of weights; write an absolute path to weights-N.safetensors")
     try:
-        content = file.read_bytes()
+        content = Path(path).read_bytes()
     except OSError as fault:
         raise StoreError(
             f"{path[:200]} cannot be read here ({fault.strerror}); trainer and server on two machines need "
@@ -191,10 +331,8 @@ def remove_orphans(base: Path, kind: str) -> None:
 @functools.cache
 def _machine() -> str:
     """This machine since its last start, and this container of it."""
-    facts = [socket.gethostname()]
-    for read in (BOOT.read_text, lambda: os.readlink(NAMESPACE)):
-        try:
-            facts.append(read())
-        except OSError:
-            facts.append("")
+    facts = [socket.gethostname(), "", ""]
+    for n, read in enumerate((BOOT.read_text, lambda: os.readlink(NAMESPACE)), 1):
+        with contextlib.suppress(OSError):
+            facts[n] = read()
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
