@@ -96,16 +96,16 @@ def test_a_process_gets_the_base_once_and_samples_bit_for_bit_as_this_process():
     async def play(target, out):
         for version, seed in enumerate((5, 6, 5), 1):
             await target.publish(turn(model, seed), version)
-            sizes.append(getattr(target, "published_bytes", 0))
+            sizes.append(target.publisher.written if target is g else 0)
             out.append(plain(await two_turns(target, asked, SAMPLING)))
 
     try:
         run(play(g, there))
         weights, sent = turn(model, 6), list(sizes)
         run(g.publish(dict(weights.items()), 9))  # all weights, and adapters again
-        whole = g.published_bytes
+        whole = g.publisher.written
         run(g.publish(weights, 10))
-        again = g.published_bytes
+        again = g.publisher.written
     finally:
         g.close()
     run(play(local, here))
@@ -134,7 +134,7 @@ def test_a_server_gets_the_base_once_and_samples_bit_for_bit_as_this_process():
             await target.publish(turn(model, seed), version)
             assert getattr(target, "fatal", None) is None
             if hasattr(target, "publisher"):
-                sizes.append(target.published_bytes)
+                sizes.append(target.publisher.written)
                 files.append(sorted(p.name for p in target.publisher.folder.path.iterdir()))
             out.append(plain(await two_turns(target, asked, SAMPLING)))
 
@@ -191,9 +191,9 @@ def test_a_server_that_was_restarted_gets_base_and_adapters_again():
         with kit.served(make(seed=7), port=port) as again:
             await g.publish(turn(model, 2), 2)
             assert not [r.lost for r in g.replicas if r.lost] and again.host.base is not None
-            sizes = [g.published_bytes]
+            sizes = [g.publisher.written]
             await g.publish(turn(model, 3), 3)
-            sizes.append(g.published_bytes)
+            sizes.append(g.publisher.written)
             parts = await two_turns(g, asked, SAMPLING)
             return sizes, {v for part in parts for v in part.version}, again.host.answered
 
@@ -253,7 +253,7 @@ def test_a_server_that_knows_no_adapters_gets_merged_weights():
     async def play(url):
         g = await kit.connected([url], make(seed=3))
         await g.publish(turn(model, 1), 1)
-        return g.published_bytes, plain(await two_turns(g, asked, SAMPLING))
+        return g.publisher.written, plain(await two_turns(g, asked, SAMPLING))
 
     async def local():
         g = generator(make(seed=5), threads=1)
@@ -288,7 +288,7 @@ def test_all_weights_are_written_in_the_dtype_that_the_server_keeps():
         g = await kit.connected(urls, model, tolerance=0.5)
         await g.publish(kit.weights_of(model), 1)
         assert g.fatal is None
-        return g.published_bytes, plain(await two_turns(g, asked, SAMPLING))
+        return g.publisher.written, plain(await two_turns(g, asked, SAMPLING))
 
     async def local():
         g = half(replace(kit.LIMITS))

@@ -64,7 +64,7 @@ def test_each_version_goes_through_vllms_trainer_side_and_no_file_is_written(wir
             parts = await two_turns(g, asked)
             assert {v for part in parts for v in part.version} == {version}
             out.append([list(part.tokens) for part in parts])
-        return out, g.published_bytes, list(g.publisher.folder.path.iterdir())
+        return out, g.publisher.written, list(g.publisher.folder.path.iterdir())
 
     async def here(model):
         g = generator(model)

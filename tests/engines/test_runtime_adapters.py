@@ -38,7 +38,7 @@ def test_each_version_is_an_adapter_of_its_own_and_old_ones_are_unloaded():
             parts = await two_turns(g, asked, GREEDY)
             assert {v for part in parts for v in part.version} == {version}
             out.append(greedy(parts))
-            sizes.append(g.published_bytes)
+            sizes.append(g.publisher.written)
         return out, sizes, sorted(p.name for p in g.publisher.folder.path.iterdir())
 
     async def merged(seed):

@@ -74,7 +74,7 @@ def test_a_lora_run_is_bit_identical_and_sends_its_base_once(tmp_path, monkeypat
 
     async def recorded(self, weights, version):
         await publish(self, weights, version)
-        sizes.append(self.published_bytes)
+        sizes.append(self.publisher.written)
 
     monkeypatch.setattr(RemoteGenerator, "publish", recorded)
     api.train(quiet=True, out=str(tmp_path), name="here", **values)

@@ -164,7 +164,14 @@ class GRPOTrainer(TRLTrainerBase):
         # undo the averaging of gradients over processes
         loss = step.loss(inputs[ROW], live) * self.accelerator.num_processes
         if not step.remaining:
-            self._report(step)
+            # add the step's statistics, summed over slices and processes, to TRL's metrics
+            totals: dict[str, float] = {}
+            for sums in gather_object([{name: float(value) for name, value in step.sums.items()}]):
+                for name, value in sums.items():
+                    totals[name] = totals.get(name, 0.0) + value
+            metrics = self.logged_metrics()
+            for name, value in diagnostics.finish(totals).items():
+                metrics["entropy" if name == Signal.ENTROPY else f"turnwise/{name}"].append(value)
         if training:
             self._current_step = step if step.remaining else None
         if aux is not None:
@@ -192,16 +199,6 @@ class GRPOTrainer(TRLTrainerBase):
                 values = self._gather(torch.cat([part[signal].detach() for part in live]))
                 before_step[signal] = packed.field(values, rows)
         return plan_step(objective, packed, len(slices), before_step)
-
-    def _report(self, step: AccumulatedStep) -> None:
-        """Add the step's statistics, summed over slices and processes, to TRL's metrics."""
-        totals: dict[str, float] = {}
-        for sums in gather_object([{name: float(value) for name, value in step.sums.items()}]):
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + value
-        metrics = self.logged_metrics()
-        for name, value in diagnostics.finish(totals).items():
-            metrics["entropy" if name == Signal.ENTROPY else f"turnwise/{name}"].append(value)
 
     # ------------------------------------------------------- checkpoints
     def save_state(self, folder: str) -> None:

@@ -47,16 +47,6 @@ def check(recipe: Recipe, name: str, args: Any) -> None:
     """``args``: TRL's GRPOConfig."""
     label = f"method={name!r}" if name else "this recipe"
     method_support.require_supported(recipe, name, MEASURED, "TRL's GRPOTrainer")
-    _check_conflicts(label, args)
-    _check_steps(label, recipe, args)
-    if type(recipe.sampler) is not type(method_support.DEFAULT_RECIPE.sampler):
-        warnings.warn(
-            f"{label} would choose its tasks ({recipe.sampler!r}); inside TRL the order of the dataset decides",
-            stacklevel=3,
-        )
-
-
-def _check_conflicts(label: str, args: Any) -> None:
     conflicts = []
     for f in fields(args):
         default = f.default_factory() if f.default is MISSING and f.default_factory is not MISSING else f.default
@@ -66,6 +56,12 @@ def _check_conflicts(label: str, args: Any) -> None:
     if conflicts:
         raise SettingError(
             f"{label} and GRPOConfig({', '.join(conflicts)}): these would do nothing; leave them out of GRPOConfig"
+        )
+    _check_steps(label, recipe, args)
+    if type(recipe.sampler) is not type(method_support.DEFAULT_RECIPE.sampler):
+        warnings.warn(
+            f"{label} would choose its tasks ({recipe.sampler!r}); inside TRL the order of the dataset decides",
+            stacklevel=3,
         )
 
 

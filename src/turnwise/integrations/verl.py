@@ -110,6 +110,10 @@ def estimator(name: str, **hyper: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _loss(name: str, recipe: Recipe, aggregate: str) -> PolicyLoss:
     objective, method_mode = support.without_verl_terms(recipe).objective, support.mode(recipe)
+    differ = (
+        f"{PREFIX}{name} averages by {method_mode}, as the method does; actor.loss_agg_mode is {{}}, which here affects "
+        f"verl's own entropy and KL terms only. Write loss_agg_mode={method_mode}, or register(aggregate='verl')"
+    )
 
     def policy_loss(
         old_log_prob: Tensor,
@@ -126,13 +130,22 @@ def _loss(name: str, recipe: Recipe, aggregate: str) -> PolicyLoss:
         if aggregate == "verl":
             weight = _verl_weight(mask, loss_agg_mode, info) * (batch[Column.WEIGHT].x > 0)
         else:
-            _warn_of_mode(name, method_mode, loss_agg_mode)
+            if loss_agg_mode != method_mode:
+                warnings.warn(differ.format(loss_agg_mode), stacklevel=2)
             weight = batch[Column.WEIGHT].x * _share_of_step(mask, method_mode, info)
         if rollout_is_weights is not None:
             weight = weight * rollout_is_weights[mask]
         batch = batch.put(weight=Field(batch.tree, TOKEN, weight))
         output = objective(batch, {Signal.LOGP: Field(batch.tree, TOKEN, log_prob[mask])})
-        return output.loss, _metrics(output.stats)
+        # one device-to-host copy for all metrics
+        numbers = torch.stack([x.detach().double() for x in output.stats.values()]).tolist()
+        metrics = diagnostics.finish(dict(zip(output.stats, numbers)))
+        return output.loss, {
+            "actor/pg_clipfrac": metrics["clip_share"],
+            "actor/pg_clipfrac_lower": metrics["clip_share/down"],
+            "actor/ppo_kl": metrics["kl/behaviour/k1"],
+            **{PREFIX + key: metrics[key] for key in METRICS},
+        }
 
     policy_loss.__doc__ = f"{name} as a verl policy loss: {recipe.gate!r}, {recipe.aggregate!r}."
     return policy_loss
@@ -164,27 +177,6 @@ def _verl_weight(mask: Tensor, mode: str, info: dict[str, Any]) -> Tensor:
         x = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device, requires_grad=True)
         total = core_algos.agg_loss(loss_mat=x, loss_mask=mask.double(), loss_agg_mode=mode, **info)
         return torch.autograd.grad(total, x)[0][mask]
-
-
-def _warn_of_mode(name: str, method_mode: str, verl_mode: str) -> None:
-    if verl_mode != method_mode:
-        warnings.warn(
-            f"{PREFIX}{name} averages by {method_mode}, as the method does; actor.loss_agg_mode is {verl_mode}, which here "
-            f"affects verl's own entropy and KL terms only. Write loss_agg_mode={method_mode}, or register(aggregate='verl')",
-            stacklevel=3,
-        )
-
-
-def _metrics(stats: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metric names verl plots, and a few of ours. One device-to-host copy for all of them."""
-    numbers = torch.stack([x.detach().double() for x in stats.values()]).tolist()
-    metrics = diagnostics.finish(dict(zip(stats, numbers)))
-    return {
-        "actor/pg_clipfrac": metrics["clip_share"],
-        "actor/pg_clipfrac_lower": metrics["clip_share/down"],
-        "actor/ppo_kl": metrics["kl/behaviour/k1"],
-        **{PREFIX + key: metrics[key] for key in METRICS},
-    }
 
 
 __all__ = ["RegisteredNames", "estimator", "loss", "overrides", "register", "unsupported_methods"]

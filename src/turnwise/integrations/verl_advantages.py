@@ -79,7 +79,13 @@ def estimator(name: str, factory: CreditFactory) -> Callable[..., tuple[Tensor, 
             )
         if values is None and Signal.OLD_VALUE in objective.advantage.signals:
             raise SettingError(f"{support.PREFIX}{name} needs {support.SIGNAL_MEANING[Signal.VALUE]}")
-        _check_length(name, objective, mask)
+        longest = mask.shape[1]
+        for piece in objective.reward.parts if objective.reward else ():
+            if isinstance(piece, OverlongPenalty) and piece.limit < longest:
+                raise SettingError(
+                    f"{support.PREFIX}{name} penalises responses of more than {piece.limit} tokens, but responses here have up "
+                    f"to {longest}; write register(options={{{name!r}: {{'limit': {longest}, 'cache': ...}}}})"
+                )
         labels = np.arange(len(mask)) if index is None else np.unique(np.asarray(index), return_inverse=True)[1]
         columns = {} if values is None else {Signal.OLD_VALUE: values}
         group = torch.as_tensor(labels.reshape(-1), device=mask.device)
@@ -111,15 +117,6 @@ def _with_rewards(batch: Batch, rewards: Tensor, mask: Tensor, objective: Object
     without_tokens = batch.tree.size(TOKEN, TURN).x == 0
     turn = torch.where(without_tokens, rewards.sum(1)[batch.tree.parents[1]], token.sum(TURN).x)
     return replace(batch, reward=Field(batch.tree, TURN, turn))
-
-
-def _check_length(name: str, objective: Objective, mask: Tensor) -> None:
-    for piece in objective.reward.parts if objective.reward else ():
-        if isinstance(piece, OverlongPenalty) and piece.limit < mask.shape[1]:
-            raise SettingError(
-                f"{support.PREFIX}{name} penalises responses of more than {piece.limit} tokens, but responses here have up to "
-                f"{mask.shape[1]}; write register(options={{{name!r}: {{'limit': {mask.shape[1]}, 'cache': ...}}}})"
-            )
 
 
 def rows(mask: Tensor, reward: Tensor, group: Tensor, logp: Tensor, **columns: Tensor) -> Batch:

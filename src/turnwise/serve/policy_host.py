@@ -149,7 +149,22 @@ class PolicyHost:
         self.heard = time.monotonic()
         if granted != self.limits or isinstance(self.generator, _NoGenerator):
             self._running.clear()
-            await self._make_again(granted)
+            # give the generator up and make another one: the memory need not hold two. Where that fails the old one
+            # comes back
+            self.generator = _NoGenerator()
+            await asyncio.sleep(IDLE_SECONDS)
+            failure: Exception | None = None
+            try:
+                self.generator = await asyncio.to_thread(self._make, granted)
+                self.limits = granted
+            except Exception as fault:
+                failure = fault.with_traceback(None)  # whose frames hold what was made so far
+            if failure is not None:
+                self.generator = await asyncio.to_thread(self._make, self.limits)
+            self._running.set()
+            self.labels, self.digest, self.base = {self.generator.version: "initial"}, "", None
+            if failure is not None:
+                raise failure
         self._running.set()
         return granted
 
@@ -171,23 +186,6 @@ class PolicyHost:
         for session in self.sessions.values():
             session.close()
         self.sessions = {}
-
-    async def _make_again(self, limits: HostLimits) -> None:
-        """Give the generator up and make another one: the memory need not hold two. Where that fails the old one comes back."""
-        self.generator = _NoGenerator()
-        await asyncio.sleep(IDLE_SECONDS)
-        failure: Exception | None = None
-        try:
-            self.generator = await asyncio.to_thread(self._make, limits)
-            self.limits = limits
-        except Exception as fault:
-            failure = fault.with_traceback(None)  # whose frames hold what was made so far
-        if failure is not None:
-            self.generator = await asyncio.to_thread(self._make, self.limits)
-        self._running.set()
-        self.labels, self.digest, self.base = {self.generator.version: "initial"}, "", None
-        if failure is not None:
-            raise failure
 
     def check_owner(self, client: Any) -> None:
         """Refuse anyone but the run that has the server. A trainer reads these words: they tell it what became of its server."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,6 @@ from turnwise.workers.sockets import allow_many_files
 LOOK_SECONDS = 0.2  # between two looks for a server where none is left
 OTHERS_SECONDS = 10.0  # in which a run that begins with some servers waits for the others
 REJOIN_SECONDS = 1.0  # for which a publication waits for lost servers that may be back
-Decode = Callable[[list[int]], str]
 LISTS = ("tokens", "logp", "mass", "version", "entropy", "confidence", "kept")  # of a completion, token by token
 
 
@@ -65,7 +63,7 @@ class RemoteGenerator:
         limits: RemoteLimits,
         folder: WeightFolder,
         rule: ProbeRule | None,
-        decode: Decode,
+        decode: Callable[[list[int]], str],
         tell: Callable[[str], None],
         directory: Directory | None = None,
     ) -> None:
@@ -81,7 +79,6 @@ class RemoteGenerator:
         self._ready.set()
         self.directory, self._joined = directory, 0
         self._changing = asyncio.Lock()  # who attaches servers and loads weights
-        self._salt = uuid.uuid4().hex[:12]
 
     async def attach(self, gone: Mapping[Replica, str] | None = None) -> None:
         """Take every server, after it was identified, but those that are ``gone``. ``SettingError`` where none is left."""
@@ -100,9 +97,9 @@ class RemoteGenerator:
         """Take the servers that the directory names. Waits for one with patience, and a while for ``wanted``."""
         assert self.directory is not None
         began, patience = time.monotonic(), self.directory.patience
-        while len(self.alive()) < wanted and time.monotonic() - began < (
-            min(OTHERS_SECONDS, patience) if self.alive() else patience
-        ):
+        while (here := len(self.alive())) < wanted:
+            if time.monotonic() - began >= (min(OTHERS_SECONDS, patience) if here else patience):
+                break
             await self._rejoin(await self._answering())
             await asyncio.sleep(LOOK_SECONDS if len(self.alive()) < wanted else 0)
         if not self.alive():
@@ -139,25 +136,20 @@ class RemoteGenerator:
         await asyncio.gather(*(self._publish_to(replica, weights, version) for replica in self.alive()))
         self.publisher.forget_base()
 
-    @property
-    def published_bytes(self) -> int:
-        """What the last publication wrote."""
-        return self.publisher.written
-
     def close(self) -> None:
         """Give the servers back."""
         for replica in self.replicas:
             replica.leave()
 
     def stats(self) -> dict[str, float]:
-        return {
-            "tokens": float(self._tokens),
-            "replicas": float(len(self.alive())),
-            "reissued": float(self.reissued),
-            "aborted": float(self._aborted),
-            "open": float(sum(replica.sessions for replica in self.replicas)),
-            **({"joined": float(self._joined)} if self.directory else {}),
+        counts = {
+            "tokens": self._tokens,
+            "replicas": len(self.alive()),
+            "reissued": self.reissued,
+            "aborted": self._aborted,
         }
+        counts["open"] = sum(replica.sessions for replica in self.replicas)
+        return {name: float(n) for name, n in (counts | ({"joined": self._joined} if self.directory else {})).items()}
 
     def describe(self) -> str:
         """Which servers sample, and how."""
@@ -253,7 +245,6 @@ class RemoteGenerator:
                 self.replicas.remove(gone)
             urls = {replica.url for replica in self.replicas}
             self.replicas += [self.directory.make(address) for url, address in here.items() if url not in urls]
-
         lost = [replica for replica in self.replicas if replica.lost and not replica.taken_over]
         answers = await asyncio.gather(*(replica.identify() for replica in lost), return_exceptions=True)
         for replica, fault in zip(lost, answers):
@@ -301,7 +292,7 @@ class RemoteGenerator:
         prompt = rule.probe.prompt(version)
         top_k = KEPT if replica.reported is Reported.WITH_MASK else 0
         sampling = Sampling(max_tokens=min(SAMPLED, self.limits.context - len(prompt)), top_k=top_k)
-        part = await replica.sample("", prompt, sampling, version, self.limits.stop_ids, self.salt(version), version)
+        part = await replica.sample("", prompt, sampling, version, version)
         tokens = part.completion.tokens
         ours = rule.probe.logp(weights, prompt, tokens, part.completion.kept)
         difference = mean_difference(ours, part.completion.logp)
@@ -312,10 +303,6 @@ class RemoteGenerator:
             named = f"says that weights {sorted(labels)} sampled"
             what = named if labels else f"{away} differs: write --mismatch-tolerance"
             raise replica.lose(f"it answers with other weights than version {version}: a probe {what}")
-
-    def salt(self, version: int) -> str:
-        """What separates prefix caches of different weights."""
-        return f"{self._salt}-{version}"
 
     # ------------------------------------------------------------------ called by sessions
 
@@ -347,10 +334,9 @@ class RemoteSession:
 
     async def generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue ``ids``, the whole sequence so far."""
-        if self.closed:
-            raise SettingError("this session was closed; open a new one")
-        if self._generating:
-            raise SettingError("this session is already generating; await it, or fork the session")
+        if self.closed or self._generating:
+            busy = "this session is already generating; await it, or fork the session"
+            raise SettingError("this session was closed; open a new one" if self.closed else busy)
         if len(ids) < self._sampled_until:  # the history was rewritten or shortened
             self.seed, self._sampled_until = signed(self.seed + 1), 0
         budget = min(sampling.max_tokens, self._owner.limits.context - len(ids))
@@ -388,8 +374,7 @@ class RemoteSession:
                 if self._parked:
                     replica.change("unpark", self.name)
                     self._parked = False
-                salt = owner.salt(version)
-                part = await replica.sample(self.name, ids, sampling, self.seed, owner.limits.stop_ids, salt, version)
+                part = await replica.sample(self.name, ids, sampling, self.seed, version)
                 return owner.record(part, version, replica), part.held
             except ReplicaLost:
                 owner.check()

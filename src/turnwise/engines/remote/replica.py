@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ class Replica:
         self, address: ServerAddress, client: str, seconds: float, backend: str = FILES, pool: Any = None
     ) -> None:
         self.address, self.client, self.seconds, self.backend = address, client, seconds, backend
+        self.url = address.url
         self.pool: HttpPool | ProcessLink = pool or HttpPool(address)
         self.device_weights: Any = None  # DeviceWeights or DeviceHandles: weights go this way, and not as files
         self.kind, self.facts, self.model = OURS, dict[str, Any](), ""
@@ -89,6 +91,7 @@ class Replica:
         self.dtypes = dict[str, str]()  # of weights that it does not keep in float32
         self.runtime_adapters: RuntimeAdapters | None = None  # of vLLM, where it was started with them
         self.reported = Reported.PROCESSED  # log-probabilities; ``examine_sampling`` asks vLLM
+        self.stop_ids, self._salt = tuple[int, ...](), uuid.uuid4().hex[:12]
         self.run = ""  # the same when the run is resumed, and comes back as another client
         self.presence: Presence | None = None
         self._changes: list[list[Any]] = []
@@ -96,10 +99,6 @@ class Replica:
         self._numbers, self._asked = 0, itertools.count()
         self.owed = 0  # replies that the server has not sent yet
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.address.url
 
     @property
     def process(self) -> int:
@@ -151,10 +150,8 @@ class Replica:
     def refuse_backend(self) -> None:
         """A server of ours takes files alone."""
         if self.kind == OURS and self.backend != FILES:
-            raise SettingError(
-                f"--generator {self.url} is `turnwise serve`, which takes weights as files, and --generator-weights "
-                f"{self.backend} is for `vllm serve`; leave it out, or write a folder"
-            )
+            flag = f"--generator-weights {self.backend} is for `vllm serve`; leave it out, or write a folder"
+            raise SettingError(f"--generator {self.url} is `turnwise serve`, which takes weights as files, and {flag}")
 
     async def examine_sampling(self) -> bool:
         """Find out which log-probabilities vLLM reports. False: it is paused, and answers no request."""
@@ -168,7 +165,7 @@ class Replica:
 
     async def attach(self, limits: RemoteLimits) -> None:
         """Take the server for this run."""
-        self._changes, self._numbers, self.sessions = [], 0, 0
+        self._changes, self._numbers, self.sessions, self.stop_ids = [], 0, 0, limits.stop_ids
         self.joined += 1
         self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
         if self.kind == OURS:
@@ -191,23 +188,20 @@ class Replica:
             if isinstance(self.pool, HttpPool):  # a process of this run is nobody else's
                 self.presence = Presence(self.pool, self.client, self)
         elif self.takes_weights:
-            await self._open_weights()
+            # agree with vLLM on how weights reach it. One that was started for another way refuses
+            try:
+                if self.device_weights is None:
+                    await self.post("/init_weight_transfer_engine", {"init_info": {}}, UPDATE_SECONDS)
+                else:
+                    await self.device_weights.open(self)
+            except ServerFault as fault:
+                text = str(fault).removeprefix(f"{self.url}: ").rstrip(".")
+                self.lost = f"{text}; start vLLM with {start_options(self.backend)}"
+                raise ReplicaLost(f"{self.url}: {self.lost}") from None
         self.runtime_adapters = None
         watch, self._watch, self.lost = self._watch, None, ""
         if watch is not None:
             watch.cancel()  # it would keep this object, and with it the presence
-
-    async def _open_weights(self) -> None:
-        """Agree with vLLM on how weights reach it. One that was started for another way refuses."""
-        try:
-            if self.device_weights is None:
-                await self.post("/init_weight_transfer_engine", {"init_info": {}}, UPDATE_SECONDS)
-            else:
-                await self.device_weights.open(self)
-        except ServerFault as fault:
-            text = str(fault).removeprefix(f"{self.url}: ").rstrip(".")
-            self.lost = f"{text}; start vLLM with {start_options(self.backend)}"
-            raise ReplicaLost(f"{self.url}: {self.lost}") from None
 
     def lose(self, reason: str) -> ReplicaLost:
         """Use the server no longer; everyone who waits for it gets the error."""
@@ -258,20 +252,14 @@ class Replica:
     # ---------------------------------------------------------------- requests
 
     async def sample(
-        self,
-        session: str,
-        ids: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        stop_ids: Sequence[int],
-        salt: str,
-        version: int,
+        self, session: str, ids: Sequence[int], sampling: Sampling, seed: int, version: int
     ) -> SampledPart:
         """Continue ``ids`` in a dialogue, or in none where ``session`` is empty, with the weights of ``version``."""
         await self.flushed()
-        params = sampling_params(sampling, seed, stop_ids, self.reported is Reported.WITH_MASK)
+        params = sampling_params(sampling, seed, self.stop_ids, self.reported is Reported.WITH_MASK)
         body = {"request_id": f"{self.client}-{next(self._asked)}", "token_ids": list(ids), "sampling_params": params}
-        body["cache_salt"] = salt  # a prefix that older weights computed is never used again
+        # a prefix that older weights computed, or those of another run, is never used again
+        body["cache_salt"] = f"{self._salt}-{version}"
         if self.kind == OURS:
             params["entropy"] = sampling.entropy
             params["sampling_mask"] = not (sampling.whole or sampling.greedy)
@@ -283,7 +271,7 @@ class Replica:
             with adapters.using(version) as adapter:
                 value = await self.post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
-        part = read_part(value, frozenset(stop_ids))
+        part = read_part(value, frozenset(self.stop_ids))
         done = part.completion
         if (sampling.whole or sampling.greedy) and done.kept:
             part = replace(part, completion=replace(done, kept=()))

@@ -78,7 +78,16 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     sampled = (tokens, list(map(float, logp)), mass or [0.0] * size, [0] * size, stop)
     done = Completion(*sampled, entropy=entropy, confidence=confidence, routes=routes, kept=kept)
     held = _floats([ours.get("seconds_held", 0.0)], 1, "seconds_held")[0]
-    return SampledPart(done, _versions(choice.get("weight_versions"), size), held)
+    spans = choice.get("weight_versions")
+    labels: list[str] = []
+    for span in spans if isinstance(spans, list) else []:
+        ordered = isinstance(span, dict) and span.get("start") == len(labels) and type(span.get("end")) is int
+        expect(ordered, "the weight_versions of the reply are not in order: {!s:.200}", spans)
+        labels += [str(span.get("version"))] * (span["end"] - len(labels))
+    # no spans at all: a server that does not say
+    whole = not labels or len(labels) == size
+    expect(whole, "the weight_versions of the reply cover {} of {} tokens", len(labels), size)
+    return SampledPart(done, tuple(labels), held)
 
 
 def what_is_reported(value: Any) -> Reported:
@@ -130,15 +139,3 @@ def _routes(value: Any) -> list[bytes]:
     expect(whole, "the reply holds {} bytes of routes for {} positions", len(data), rows)
     width = len(data) // rows
     return [data[n : n + width] for n in range(0, len(data), width)]
-
-
-def _versions(spans: Any, size: int) -> tuple[str, ...]:
-    labels: list[str] = []
-    for span in spans if isinstance(spans, list) else []:
-        ordered = isinstance(span, dict) and span.get("start") == len(labels) and type(span.get("end")) is int
-        expect(ordered, "the weight_versions of the reply are not in order: {!s:.200}", spans)
-        labels += [str(span.get("version"))] * (span["end"] - len(labels))
-    # no spans at all: a server that does not say
-    whole = not labels or len(labels) == size
-    expect(whole, "the weight_versions of the reply cover {} of {} tokens", len(labels), size)
-    return tuple(labels)

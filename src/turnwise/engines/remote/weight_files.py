@@ -155,8 +155,11 @@ class WeightPublisher:
 
     def _way(self, replica: Replica) -> str:
         """How this version reaches a server."""
-        if self._base is not None and replica.loads_adapters and fits_peft(self._weights.adapters):
-            return FOLDER
+        if self._base is not None and replica.loads_adapters:
+            # one rank and one scale must describe all adapters, as a PEFT configuration needs
+            shapes = {(a.down.shape[0], a.scale) for a in self._weights.adapters.values()}
+            if len(shapes) == 1:
+                return FOLDER
         if replica.device_weights is not None and replica.device_weights.carries(self._weights):
             return DEVICE
         return ADAPTERS if self._base is not None and replica.takes_adapters else WEIGHTS
@@ -236,11 +239,6 @@ def _form(replica: Replica) -> Form:
 def _base_form(replica: Replica) -> Form:
     """A base to which adapters are added each time keeps its dtype: rounding it would round the policy."""
     return _form(replica) if replica.adapters_beside else ()
-
-
-def fits_peft(adapters: Mapping[str, Adapter]) -> bool:
-    """Whether one rank and one scale describe all adapters, as a PEFT configuration needs."""
-    return len({(a.down.shape[0], a.scale) for a in adapters.values()}) == 1
 
 
 def write_peft_folder(folder: Path, adapters: Mapping[str, Adapter]) -> WeightFile:
