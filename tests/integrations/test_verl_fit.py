@@ -20,7 +20,7 @@ REWARDS = torch.tensor([[0.0, 0, 0, 1], [0.5, 0, 0, 0], [0, 0, 0, -1], [0, 2, 0,
 def test_reasons_say_what_is_missing():
     out = verl_support.unsupported_methods()
     assert "gradient norm" in out["vcpo"] and "gold answer" in out["a2tgpo"] and "Hellinger" in out["dgpo"]
-    assert "layer" in out["alp"] and "last first" in out["see_upo"] and "drops trajectories" in out["red_drop"]
+    assert "layer" in out["alp"] and "LastTurnFirst" in out["see_upo"] and "drops trajectories" in out["red_drop"]
     assert "curvature" in out["capo"] and "rollout_correction" in out["tis"] and "remembers" in out["r2vpo"]
     assert "adv_estimator=gae" in out["ppo"] and "adv_estimator=gae" not in out["ppo_max"]
     assert "grpo" not in out and "rloo" not in out

@@ -19,7 +19,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -72,23 +72,19 @@ def require_version(package: str, installed: str, tested: tuple[str, str], missi
     if order < 0:
         raise ImportError(f"turnwise.integrations.{package} needs {package} {bounds}, found {installed}: {install}")
     if missing:
-        raise ImportError(
-            f"{package} {installed} lacks or changed what turnwise.integrations.{package} uses: {', '.join(missing)}. "
-            f"Tested with {bounds}: {install}"
+        changed = (
+            f"{package} {installed} lacks or changed what turnwise.integrations.{package} uses: {', '.join(missing)}"
         )
+        raise ImportError(f"{changed}. Tested with {bounds}: {install}")
     if order > 0:
-        warnings.warn(
-            f"{package} {installed} is newer than the versions turnwise is tested with ({bounds}); everything it uses "
-            f"is still there, but compare a short run, or {install}",
-            stacklevel=3,
-        )
+        newer = f"{package} {installed} is newer than the versions turnwise is tested with ({bounds})"
+        cure = f"everything it uses is still there, but compare a short run, or {install}"
+        warnings.warn(f"{newer}; {cure}", stacklevel=3)
 
 
 def _missing(package: str, name: str, tested: tuple[str, str], error: ImportError) -> ImportError:
-    bounds = ",".join(tested)
-    return ImportError(
-        f"turnwise.integrations.{package} needs {name} {bounds}: pip install '{package}{bounds}' ({error})"
-    )
+    bounds, needs = ",".join(tested), f"turnwise.integrations.{package} needs {name}"
+    return ImportError(f"{needs} {bounds}: pip install '{package}{bounds}' ({error})")
 
 
 def changed_methods(owner: type, methods: Mapping[str, Sequence[str]]) -> list[str]:
@@ -151,10 +147,8 @@ class TRLHooks(_Trainer):
 
     # ---- called
     def logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        output: tuple[Tensor, Tensor, Tensor | None] = self._get_per_token_logps_and_entropies(
-            *args, compute_entropy=True, **kwargs
-        )
-        return output
+        output: Any = self._get_per_token_logps_and_entropies(*args, compute_entropy=True, **kwargs)
+        return cast(tuple[Tensor, Tensor, Tensor | None], output)
 
     def slices_of_step(self) -> list[dict[str, Any]]:
         """All slices of the optimiser step that begins now."""

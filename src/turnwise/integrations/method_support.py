@@ -71,10 +71,9 @@ def that_hold(reasons: Mapping[str, object]) -> list[str]:
 def learner_reasons(recipe: Recipe) -> list[str]:
     """As sentences, what a recipe does to the gradient, the optimiser or the layers, which is another trainer's part."""
     gradient, control, smoothing, precision = recipe.gradient, recipe.control, recipe.smoothing, recipe.precision
+    own_gradient = not isinstance(gradient, PlainGradient)
     return that_hold({
-        f"scales the finished gradient by further gradients or a rate of its own ({gradient!r})": not isinstance(
-            gradient, PlainGradient
-        ),
+        f"scales the finished gradient by further gradients or a rate of its own ({gradient!r})": own_gradient,
         f"has optimiser steps of its own ({control!r})": not isinstance(control, Passes),
         f"puts learned noise into every layer ({smoothing!r})": smoothing is not None,
         f"rounds what the learner's layers multiply ({precision!r})": precision.learner,
@@ -102,9 +101,8 @@ def unavailable_inputs(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
 def require_supported(recipe: Recipe, name: str, has: frozenset[Signal], trainer: str) -> None:
     if reasons := unsupported_reasons(recipe, has):
         command = f"turnwise train {name}" if name else "turnwise.train"
-        raise RecipeError(
-            f"{name or 'this recipe'} cannot be trained inside {trainer}: {'; '.join(reasons)}. Use `{command}`, which can."
-        )
+        cannot = f"{name or 'this recipe'} cannot be trained inside {trainer}: {'; '.join(reasons)}"
+        raise RecipeError(f"{cannot}. Use `{command}`, which can.")
 
 
 def spans_groups(recipe: Recipe) -> bool:
@@ -112,11 +110,7 @@ def spans_groups(recipe: Recipe) -> bool:
     aggregates = [recipe.aggregate, *(w.aggregate for w in recipe.penalties if w.weight)]
     planned = [recipe.ratio, recipe.gate, recipe.keep, *(w for w in recipe.penalties if w.weight)]
     pieces = [part for root in planned for part in root.parts]
-    return (
-        recipe.ratio.couples_trajectories
-        or any(getattr(a, "over", None) == GROUP for a in aggregates)
-        or any(
-            isinstance(p, InformativeGroups | MedianCentred) or (isinstance(p, Term) and p.compares_peers)
-            for p in pieces
-        )
-    )
+    grouped = any(getattr(a, "over", None) == GROUP for a in aggregates)
+    compares = lambda p: isinstance(p, Term) and p.compares_peers  # noqa: E731
+    grouped |= any(isinstance(p, InformativeGroups | MedianCentred) or compares(p) for p in pieces)
+    return grouped or recipe.ratio.couples_trajectories

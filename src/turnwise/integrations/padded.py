@@ -60,9 +60,8 @@ def from_padded(
         raise RecordError("a row begins with a sampled token; the first position must be context")
     # a row without sampled tokens gets an empty turn with its reward, which the group's baseline includes
     without_tokens = (~mask.any(1)).nonzero().squeeze(1)
-    turn_keys, turn_of = torch.unique(
-        torch.cat([rows * (length + 1) + turn[mask], without_tokens * (length + 1)]), return_inverse=True
-    )
+    keys = torch.cat([rows * (length + 1) + turn[mask], without_tokens * (length + 1)])
+    turn_keys, turn_of = torch.unique(keys, return_inverse=True)
     owner = torch.zeros(turn_keys.numel(), dtype=torch.int64, device=ids.device)
     owner[turn_of] = torch.cat([rows, without_tokens])
     turn_of = turn_of[: rows.numel()]
@@ -73,10 +72,8 @@ def from_padded(
     # what other trainers do not record: as if nothing of it had happened
     unknown: Any = {name: tree.full(level, 0, dtype) for (level, dtype), names in EMPTY.items() for name in names}
     unknown |= {name: tree.full(TRAJECTORY, -1, torch.int64) for name in ("parent", "end")}
-    rows_of_all = torch.arange(b + 1, device=ids.device)
-    sequences = Sequences(
-        ids.reshape(-1), rows_of_all * length, rows_of_all[:-1], mask.reshape(-1).nonzero().squeeze(1)
-    )
+    numbers, sampled = torch.arange(b + 1, device=ids.device), mask.reshape(-1).nonzero().squeeze(1)
+    sequences = Sequences(ids.reshape(-1), numbers * length, numbers[:-1], sampled)
     return Batch(
         tree=tree,
         sequences=sequences,
@@ -87,7 +84,7 @@ def from_padded(
         state=tree.full(TURN, -1, torch.int64),
         success=tree.full(TRAJECTORY, float("nan")),
         # Knuth's multiplier spreads the numbers of rows over 32 bits
-        seed=Field(tree, TRAJECTORY, rows_of_all[:-1] * 2654435761 % 2**32),
+        seed=Field(tree, TRAJECTORY, numbers[:-1] * 2654435761 % 2**32),
         group=Field(tree, GROUP, torch.arange(labels.numel(), device=ids.device)),
         columns={name: Field(tree, TOKEN, value[mask]) for name, value in columns.items()},
         **unknown,
@@ -109,9 +106,8 @@ def objective_of(method: str | Recipe | Objective, **hyper: Any) -> Objective:
     if isinstance(method, str):
         method = recipes.build(method, **hyper)
     elif hyper:
-        raise SettingError(
-            f"hyper-parameters {sorted(hyper)} beside a complete {type(method).__name__}; set them in it"
-        )
+        kind = type(method).__name__
+        raise SettingError(f"hyper-parameters {sorted(hyper)} beside a complete {kind}; set them in it")
     return method.objective if isinstance(method, Recipe) else method
 
 
@@ -189,9 +185,9 @@ def _batch(
         if value.shape != mask.shape:
             raise SettingError(f"{name} has shape {tuple(value.shape)}; the mask has {tuple(mask.shape)}")
     ids = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
-    columns = {name: PREPEND(value.detach()) for name, value in {**signals, "logp": old}.items()}
-    turns = None if turn is None else PREPEND(turn)
-    return from_padded(PREPEND(ids), PREPEND(mask.bool()), reward=reward, group=group, turn=turns, **columns)
+    columns = {name: PREPEND(value.detach()) for name, value in signals.items()}
+    per_token: Any = {"logp": PREPEND(old.detach()), "turn": None if turn is None else PREPEND(turn)}
+    return from_padded(PREPEND(ids), PREPEND(mask.bool()), reward=reward, group=group, **per_token, **columns)
 
 
 __all__ = ["advantages", "from_padded", "loss", "objective_of", "to_padded"]

@@ -21,7 +21,7 @@ CONFLICTS = {  # arguments of TRL that the method replaces, and what to do inste
     "loss_type": "the method is the loss",
     **dict.fromkeys(("epsilon", "epsilon_high", "delta", "importance_sampling_level"), IN_METHOD_OPTIONS),
     **dict.fromkeys(
-        ("beta", "use_bias_correction_kl"), "penalties belong to the method; set its beta in method_options"
+        ("beta", "use_bias_correction_kl"), "penalties belong to the method; write its beta in method_options"
     ),
     **dict.fromkeys(("scale_rewards", "multi_objective_aggregation"), CREDIT),
     **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold"), "masks belong to the method"),
@@ -54,33 +54,29 @@ def check(recipe: Recipe, name: str, args: Any) -> None:
         if f.name in CONFLICTS and value != default:
             conflicts.append(f"{f.name}={value!r} ({CONFLICTS[f.name]})")
     if conflicts:
-        raise SettingError(
-            f"{label} and GRPOConfig({', '.join(conflicts)}): these would do nothing; leave them out of GRPOConfig"
-        )
+        beside = f"{label} and GRPOConfig({', '.join(conflicts)})"
+        raise SettingError(f"{beside}: these would do nothing; leave them out of GRPOConfig")
     _check_steps(label, recipe, args)
     if type(recipe.sampler) is not type(method_support.DEFAULT_RECIPE.sampler):
-        warnings.warn(
-            f"{label} would choose its tasks ({recipe.sampler!r}); inside TRL the order of the dataset decides",
-            stacklevel=3,
-        )
+        chooses = f"{label} would choose its tasks ({recipe.sampler!r})"
+        warnings.warn(f"{chooses}; inside TRL the order of the dataset decides", stacklevel=3)
 
 
 def _check_steps(label: str, recipe: Recipe, args: Any) -> None:
     """We plan whole optimiser steps, so all slices of a step must come from one generation."""
     slices, steps, control = args.steps_per_generation, args.gradient_accumulation_steps, recipe.control
+    cure, reason = f"write steps_per_generation={steps}, or leave it out", ""
     if slices % steps:
-        raise SettingError(
-            f"steps_per_generation {slices} is not a multiple of gradient_accumulation_steps {steps}: an optimiser step "
-            f"would contain parts of two generations, but {label} must see all of a step at once; "
-            f"write steps_per_generation={steps}, or leave it out"
+        reason = (
+            f"steps_per_generation {slices} is not a multiple of gradient_accumulation_steps {steps}: an optimiser step would "
+            f"contain parts of two generations, but {label} must see all of a step at once; {cure}"
         )
-    if slices > steps and method_support.spans_groups(recipe):
-        raise SettingError(
-            f"{label} averages or compares whole groups inside an optimiser step, but TRL would scatter each group over "
-            f"{slices // steps} of them; write steps_per_generation={steps}, or leave it out"
-        )
-    if isinstance(control, Passes) and control not in (Passes(), Passes(args.num_iterations, slices // steps)):
-        raise SettingError(
-            f"{label} asks for {control.epochs} passes of {control.minibatches} steps over each batch; write num_iterations="
-            f"{control.epochs}, steps_per_generation={control.minibatches * steps}"
-        )
+    elif slices > steps and method_support.spans_groups(recipe):
+        scatter = f"but TRL would scatter each group over {slices // steps} of them"
+        reason = f"{label} averages or compares whole groups inside an optimiser step, {scatter}; {cure}"
+    elif isinstance(control, Passes) and control not in (Passes(), Passes(args.num_iterations, slices // steps)):
+        wants = f"{label} asks for {control.epochs} passes of {control.minibatches} steps over each batch"
+        cure = f"write num_iterations={control.epochs}, steps_per_generation={control.minibatches * steps}"
+        reason = f"{wants}; {cure}"
+    if reason:
+        raise SettingError(reason)

@@ -66,11 +66,8 @@ def register(
             core_algos.register_policy_loss(PREFIX + name)(_loss(name, recipe, aggregate))
             registered.losses.append(PREFIX + name)
         if not support.advantage_unsupported_reasons(recipe):
-            factory = (
-                credit.fixed_credit(recipe)
-                if name in custom
-                else credit.credit_from_config(name, options.get(name, {}))
-            )
+            fixed = name in custom
+            factory = credit.fixed_credit(recipe) if fixed else credit.credit_from_config(name, options.get(name, {}))
             core_algos.register_adv_est(PREFIX + name)(credit.estimator(name, factory))
             registered.estimators.append(PREFIX + name)
     return registered

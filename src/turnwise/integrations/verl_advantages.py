@@ -74,9 +74,8 @@ def estimator(name: str, factory: CreditFactory) -> Callable[..., tuple[Tensor, 
         objective, returns = factory(config)
         mask, rewards = response_mask.bool(), token_level_rewards
         if index is None and objective.advantage.needs_peers:
-            raise SettingError(
-                f"{support.PREFIX}{name} compares the responses to one prompt: pass index, the prompt's uid of each row"
-            )
+            compares = f"{support.PREFIX}{name} compares the responses to one prompt"
+            raise SettingError(f"{compares}: pass index, the prompt's uid of each row")
         if values is None and Signal.OLD_VALUE in objective.advantage.signals:
             raise SettingError(f"{support.PREFIX}{name} needs {support.SIGNAL_MEANING[Signal.VALUE]}")
         longest = mask.shape[1]

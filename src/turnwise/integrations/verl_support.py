@@ -70,9 +70,8 @@ def without_verl_terms(recipe: Recipe) -> Recipe:
     """The recipe without the terms that verl computes itself: KL in the loss, KL in the reward, the critic's loss."""
     penalties = tuple(w for w in recipe.penalties if not provided_by_verl(w))
     reward, advantage = _without_reward_kl(recipe.reward), _without_reward_kl(recipe.advantage)
-    return replace(
-        recipe, penalties=penalties, reward=reward or EnvironmentReward(), advantage=advantage or recipe.advantage
-    )
+    reward, advantage = reward or EnvironmentReward(), advantage or recipe.advantage
+    return replace(recipe, penalties=penalties, reward=reward, advantage=advantage)
 
 
 def _without_reward_kl(term: Term) -> Term | None:
@@ -96,9 +95,8 @@ def reward_kl_weight(term: Term) -> float:
     """The weight of the KL inside a reward or an advantage."""
     if isinstance(term, NegativeReferenceKL):
         return 1.0
-    return (term.weight if isinstance(term, Times) else 1.0) * sum(
-        reward_kl_weight(part) for part in _inner(term).values()
-    )
+    inside = sum(reward_kl_weight(part) for part in _inner(term).values())
+    return (term.weight if isinstance(term, Times) else 1.0) * inside
 
 
 def kl_in_reward(recipe: Recipe) -> float:
@@ -113,14 +111,12 @@ def loss_unsupported_reasons(recipe: Recipe) -> list[str]:
     """As sentences, why verl's loss hook cannot run this recipe; empty if it can."""
     pieces, how = list(_planning(without_verl_terms(recipe))), recipe.aggregate
     in_parts = how in (Mean(TOKEN), Mean(TRAJECTORY)) or (isinstance(how, Sum) and how.over == TRAJECTORY)
+    remembers = any(p.initial_state() or isinstance(p, Weight) for p in pieces)
+    reads_rewards = any(isinstance(p, Term | InformativeGroups) for p in pieces)
     wrong = {
         "has a ratio that reaches across groups, which verl cuts into micro-batches": recipe.ratio.couples_trajectories,
-        "reads rewards inside the loss, where verl gives advantages only": any(
-            isinstance(p, Term | InformativeGroups) for p in pieces
-        ),
-        "remembers something between optimiser steps, and verl calls a loss once per micro-batch and rank": any(
-            p.initial_state() or isinstance(p, Weight) for p in pieces
-        ),
+        "reads rewards inside the loss, where verl gives advantages only": reads_rewards,
+        "remembers something between optimiser steps, and verl calls a loss once per micro-batch and rank": remembers,
         f"averages by {how!r}, where verl tells only how many tokens and rows the step has": not in_parts,
     }
     needs, hold = _needs(pieces, frozenset({Signal.LOGP})), that_hold(wrong)
@@ -134,14 +130,13 @@ def advantage_unsupported_reasons(recipe: Recipe, values: bool = False) -> list[
     if needs and is_gae(recipe):
         needs[-1] += " (it has these very advantages: write algorithm.adv_estimator=gae)"
     scales = any(isinstance(p, RunningNormalised) for p in pieces) and kl_in_reward(recipe)
-    peers = [getattr(p, "peers", None) for p in pieces]
+    peers = [same for p in pieces if isinstance(same := getattr(p, "peers", None), Same)]
+    by_state = any("index" not in same.what for same in peers)
     wrong = {
         "scales the reward before the KL is taken off, and verl takes it off first": scales,
         "must know which episodes a limit cut off": any(isinstance(p, GAE) and p.bootstrap for p in pieces),
         "reads a named component of the reward": any(isinstance(p, NamedReward) for p in pieces),
-        "compares turns by state or agent, which verl does not record": any(
-            isinstance(same, Same) and "index" not in same.what for same in peers
-        ),
+        "compares turns by state or agent, which verl does not record": by_state,
     }
     return [*needs, *that_hold(wrong), *unavailable_inputs(recipe, pieces), *_dropped(recipe)]
 
@@ -166,10 +161,9 @@ def is_gae(recipe: Recipe) -> bool:
 
 def plans_over_step(recipe: Recipe) -> bool:
     """Whether the plan decides over all tokens the loss receives: exact only if those are the whole step."""
-    masks_tokens = not isinstance(recipe.keep, AllTokens)
-    return masks_tokens or any(
-        type(p).plan is not Piece.plan or p.reads_before_step for p in _planning(without_verl_terms(recipe))
-    )
+    pieces = _planning(without_verl_terms(recipe))
+    decides = any(type(p).plan is not Piece.plan or p.reads_before_step for p in pieces)
+    return decides or not isinstance(recipe.keep, AllTokens)
 
 
 def _planning(recipe: Recipe) -> Iterator[Piece]:

@@ -9,12 +9,7 @@ A command runs in a process per episode, which finds its session in the environm
 The last line that it prints is its verdict: a number, true or false, or an object with ``reward`` and ``success``. An exit status
 other than 0 fails the episode, with the last line of standard error.
 
-Agents that live elsewhere take the episodes that the run offers at an endpoint that stays up.
-
-    POST /sessions            take an episode: its task, base URL, key
-    POST /s/KEY/v1/...        talk
-    POST /s/KEY/step          act in the environment, where the task has one; its end ends the episode
-    POST /s/KEY/reward        say what the episode was worth; ends it
+Agents that live elsewhere take the episodes that the run offers at an endpoint that stays up (its routes: ``serve.app``).
 """
 
 from __future__ import annotations
@@ -61,10 +56,8 @@ class ProcessAgent:
         try:
             verdict = json.loads(lines[-1]) if lines else None
         except ValueError:
-            raise EnvironmentFault(
-                f"the last line that {self.command!r} printed is {lines[-1][:80]!r}; print a number, or an object with "
-                "reward and success"
-            ) from None
+            printed = f"the last line that {self.command!r} printed is {lines[-1][:80]!r}"
+            raise EnvironmentFault(f"{printed}; print a number, or an object with reward and success") from None
         return read_outcome(verdict)
 
     async def _run(self, variables: dict[str, str], task: str) -> bytes:

@@ -71,9 +71,8 @@ class Api:
             with self.opened(request) as opened:
                 if body.get("previous_response_id") is not None:
                     call = behind(call, body["previous_response_id"], opened.dialogues)
-                check(
-                    self.waiting < self.max_waiting, "{} calls are waiting; try again later", self.waiting, code="busy"
-                )
+                room = self.waiting < self.max_waiting
+                check(room, "{} calls are waiting; try again later", self.waiting, code="busy")
                 self.waiting += 1
                 try:
                     replies = await opened.answer(call, raw, retried)
@@ -139,7 +138,6 @@ class Api:
 
 
 def make_app(sessions: Sessions, max_waiting: int = 4096) -> Starlette:
-    """The application over ``sessions``."""
     api = Api(sessions, max_waiting)
     routes = [
         Route(f"{prefix}{path}", function, methods=[method])

@@ -359,9 +359,8 @@ class PolicyHost:
         """Why requests are not decoded although they could be; empty if they are."""
         passes, now = self.generator.stats().get("forward_passes", 0.0), time.monotonic()
         active = {id(session) for session in self.in_flight.values()}
-        waits_for_client = any(
-            id(session) not in active and name not in self.parked for name, session in self.sessions.items()
-        )
+        silent = {name for name, session in self.sessions.items() if id(session) not in active}
+        waits_for_client = silent - self.parked
         if passes != self._progress[0] or not self.in_flight or waits_for_client or self.paused:
             self._progress = (passes, now)
         seconds = now - self._progress[1]

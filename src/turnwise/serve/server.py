@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
+from functools import partial
 from typing import Any
 
 from turnwise.errors import SettingError
@@ -68,17 +69,14 @@ def read_address(address: str) -> tuple[str, int]:
 def listen_on(host: str, port: int, token: str = "") -> socket.socket:
     """A listening socket; loopback only unless a token protects the endpoint."""
     if not token and not is_loopback(host):
-        raise SettingError(
-            f"the endpoint would be reachable from other machines at {host}; set a token in TURNWISE_ENDPOINT_TOKEN, or "
-            f"listen on {LOOPBACK}"
-        )
+        reach = f"the endpoint would be reachable from other machines at {host}"
+        raise SettingError(f"{reach}; set a token in TURNWISE_ENDPOINT_TOKEN, or listen on {LOOPBACK}")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=2048)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     except (OSError, OverflowError) as fault:
-        in_use = isinstance(fault, OSError) and fault.errno == EADDRINUSE
-        reason = "another process listens there" if in_use else fault
+        reason = "another process listens there" if getattr(fault, "errno", 0) == EADDRINUSE else fault
         raise SettingError(f"the endpoint cannot listen on {host}:{port}: {reason}; choose another address") from fault
     return listener
 
@@ -99,14 +97,8 @@ async def serve_app(listener: socket.socket, app: Any) -> None:
     """Serve an ASGI application until cancelled."""
     import uvicorn
 
-    config = uvicorn.Config(
-        app,
-        log_level="error",
-        lifespan="off",
-        access_log=False,
-        timeout_graceful_shutdown=1,
-        timeout_keep_alive=KEEP_ALIVE,
-    )
+    quiet: Any = {"log_level": "error", "access_log": False, "lifespan": "off"}
+    config = uvicorn.Config(app, **quiet, timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE)
 
     class Quiet(uvicorn.Server):
         @contextlib.contextmanager
@@ -158,20 +150,19 @@ class EndpointHost:
                 require_packages()
                 listener = listen_on(self.host, self.port, self.token)
                 self._loop, self._endpoint = loop, Endpoint(url_of(listener), Sessions(self.token))
-                loop.call_soon_threadsafe(self._start, listener, self._endpoint.sessions)
+                start = partial(serve_on, listener, self._endpoint.sessions)
+                # the event loop alone would let go of the task
+                loop.call_soon_threadsafe(lambda: setattr(self, "_task", asyncio.ensure_future(start())))
             return self._endpoint
-
-    def _start(self, listener: socket.socket, sessions: Sessions) -> None:
-        self._task = asyncio.ensure_future(serve_on(listener, sessions))
 
     @contextlib.contextmanager
     def offered(self, episode: AgentEpisode) -> Iterator[Callable[[AgentEpisode], tuple[str, str]]]:
         """While the context lasts, a function that opens the episode and returns its URL and its key."""
         loop, opened = asyncio.get_running_loop(), []
 
-        def connect(asked: AgentEpisode) -> tuple[str, str]:
+        def connect(played: AgentEpisode) -> tuple[str, str]:
             endpoint = self.endpoint(loop)
-            session = endpoint.sessions.open(asked)
+            session = endpoint.sessions.open(played)
             opened.append((endpoint.sessions, session.key))
             return f"{endpoint.url}/s/{session.key}/v1", session.key
 

@@ -158,9 +158,8 @@ DIALOGUES = 64  # that ``previous_response_id`` may name: the latest
 def _read_response_request(body: Mapping[str, Any]) -> CallRequest:
     refuse_unknown(body, RESPONSE_FIELDS, NO_EFFECT)
     instructions, given = body.get("instructions"), body.get("input")
-    check(
-        instructions is None or isinstance(instructions, str), "'instructions' is {!r:.80}; write a text", instructions
-    )
+    text = isinstance(instructions, str | None)
+    check(text, "'instructions' is {!r:.80}; write a text", instructions)
     readable = isinstance(given, str | list)
     check(readable, "'input' is {!r:.80}; write a text or a list of items", given, code="invalid_messages")
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
@@ -248,10 +247,9 @@ def _response_body(replies: Replies, number: int, body: Mapping[str, Any]) -> Bo
     for n, call in enumerate(calls):
         head = {"type": "function_call", "id": f"fc_{number}_{n}", "call_id": call["id"], "status": "completed"}
         items.append({**head, **call["function"]})
-    ended = {"status": "incomplete" if cut else "completed", "output": items, "usage": usage}
-    return (
-        _response_head(number, body) | ended | {"incomplete_details": {"reason": "max_output_tokens"} if cut else None}
-    )
+    ended: Body = {"status": "incomplete" if cut else "completed", "output": items, "usage": usage}
+    ended["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+    return _response_head(number, body) | ended
 
 
 def _response_head(number: int, body: Mapping[str, Any]) -> Body:

@@ -176,10 +176,8 @@ class ChatServer:
                 names = await list_models(self.address)
             except ServerFault:
                 names = ()
-            known = (
-                f"no model {self.model!r}: {nearest(self.model, names)}" if names else f"the model was {self.model!r}"
-            )
-            remedy = f"; {known}"
+            remedy = f"; no model {self.model!r}: {nearest(self.model, names)}"
+            remedy = remedy if names else f"; the model was {self.model!r}"
         elif status in (401, 403) or 300 <= status < 400:
             remedy = _remedy(reply)
         else:
@@ -220,9 +218,7 @@ async def find_model(address: ServerAddress, model: str, flag: str) -> str:
         return model or names[0]
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     several = f" serves {len(names)} models; write --{flag}-model NAME with one of: {shown}"
-    none = (
-        f"/models names no model; write --{flag}-model NAME, and check the address (most servers want /v1 at its end)"
-    )
+    none = f"/models names no model; write --{flag}-model NAME, or another address (most servers want /v1 at its end)"
     raise SettingError(f"{address.url}{several if names else none}")
 
 

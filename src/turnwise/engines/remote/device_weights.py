@@ -48,10 +48,8 @@ class DeviceWeights:
         says = reply.status == 200 and isinstance(size, int) and size >= 1
         expect(says, "it does not say how many GPUs it has (GET /get_world_size answers {})", reply.status)
         if self.backend == IPC and size != 1:
-            raise SettingError(
-                f"--generator {replica.url} computes on {size} GPUs, and CUDA IPC reaches the learner's alone; write "
-                f"--generator-weights {NCCL}"
-            )
+            far = f"--generator {replica.url} computes on {size} GPUs, and CUDA IPC reaches the learner's alone"
+            raise SettingError(f"{far}; write --generator-weights {NCCL}")
         with contextlib.suppress(ServerFault):  # what an earlier run left there
             await replica.pool.call("/shutdown_weight_transfer_engine", {}, replica.seconds)
         address = own_address(replica.url) if self.backend == NCCL else ""

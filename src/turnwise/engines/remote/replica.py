@@ -71,9 +71,7 @@ class Replica:
     """``client`` names the run to the server. ``seconds``: a server that says nothing for so long is lost. ``backend``: how
     weights reach it, if it is vLLM."""
 
-    def __init__(
-        self, address: ServerAddress, client: str, seconds: float, backend: str = FILES, pool: Any = None
-    ) -> None:
+    def __init__(self, address: ServerAddress, client: str, seconds: float, backend: str = FILES, pool: Any = None):
         self.address, self.client, self.seconds, self.backend = address, client, seconds, backend
         self.url = address.url
         self.pool: HttpPool | ProcessLink = pool or HttpPool(address)
@@ -115,10 +113,8 @@ class Replica:
             reply = await self.pool.call(path, None, ASK_SECONDS)
             if reply.status in (401, 403):
                 what = "refuses the token" if self.address.key else "wants a token"
-                raise SettingError(
-                    f"{flag}: the server {what}; write --generator-key-env VARIABLE, the environment variable that holds the "
-                    "token it was started with"
-                )
+                key = "write --generator-key-env VARIABLE, the environment variable that holds the token it was started with"
+                raise SettingError(f"{flag}: the server {what}; {key}")
             return reply.status, reply.json()
 
         try:
@@ -129,19 +125,17 @@ class Replica:
             status, value = await look("/v1/models")
             rows = value.get("data") if isinstance(value, dict) else None
             if status != 200 or not isinstance(rows, list) or not rows:
+                none = f"this is no generator server (GET /v1/models answers {status})"
                 raise SettingError(
-                    f"{flag}: this is no generator server (GET /v1/models answers {status}); write the address of `turnwise "
-                    "serve` or `vllm serve`, without /v1"
+                    f"{flag}: {none}; write the address of `turnwise serve` or `vllm serve`, without /v1"
                 )
             status, _ = await look("/weight_info")
             # a server that has this call refuses a nameless adapter; one that does not, the route
             offered = await self.pool.call(LOAD, {"lora_name": "", "lora_path": ""}, ASK_SECONDS)
             self.takes_weights, self.loads_adapters = status == 200, offered.status in (400, 422)
             if not self.takes_weights and not self.loads_adapters:
-                raise SettingError(
-                    f"{flag}: this server cannot take weights (GET /weight_info answers {status}); start vLLM with "
-                    f"{start_options(self.backend)}"
-                )
+                lacks = f"this server cannot take weights (GET /weight_info answers {status})"
+                raise SettingError(f"{flag}: {lacks}; start vLLM with {start_options(self.backend)}")
             self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
         except ServerFault as fault:
             start = "start a server there: turnwise serve MODEL --address HOST:PORT"
@@ -174,11 +168,9 @@ class Replica:
             if isinstance(self.pool, HttpPool):
                 await until_free(self.pool, self.client, self.run)
             granted = await self.post("/turnwise/v1/attach", body, UPDATE_SECONDS)
-            if int(granted["context"]) < limits.context:
-                raise SettingError(
-                    f"--generator {self.url}: it reads {granted['context']} ids, and the run needs {limits.context}; write "
-                    f"--context {granted['context']}, or start the server with --context {limits.context}"
-                )
+            if (read := int(granted["context"])) < (needed := limits.context):
+                cure = f"write --context {read}, or start the server with --context {needed}"
+                raise SettingError(f"--generator {self.url}: it reads {read} ids, and the run needs {needed}; {cure}")
             self.facts["engine"] = str(granted.get("engine", ""))
             # how the server wants its weights; one that says nothing gets all of them, merged, in float32
             adapters, dtypes = granted.get("adapters"), granted.get("dtypes") or {}
@@ -360,9 +352,8 @@ class Replica:
             self.version = version
             return
         if not self.takes_weights:
-            raise self.lose(
-                f"it takes adapters alone, and this run publishes all weights; start it with {start_options(self.backend)}"
-            )
+            lacks = "it takes adapters alone, and this run publishes all weights"
+            raise self.lose(f"{lacks}; start it with {start_options(self.backend)}")
         await self.post("/pause?mode=abort", self._owner, UPDATE_SECONDS)
         if files:
             await self.post("/start_weight_update", self._owner, UPDATE_SECONDS)
@@ -434,10 +425,10 @@ async def until_free(pool: HttpPool, client: str, run: str) -> None:
         if silent <= before:  # heard meanwhile, or waiting for replies: then it is 0 each time
             return
         if before < 0:
-            log.warning(
-                f"--generator {pool.address.url} serves the run {owner.get('client')!r:.60}, silent for {silent:.0f} s: waiting "
-                "until the server gives that run up, or hears it"
+            busy = (
+                f"--generator {pool.address.url} serves the run {owner.get('client')!r:.60}, silent for {silent:.0f} s"
             )
+            log.warning(f"{busy}: waiting until the server gives that run up, or hears it")
         before = silent
         await asyncio.sleep(OWNER_SECONDS)
 
