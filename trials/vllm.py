@@ -37,8 +37,7 @@ from trials.outcome import Outcome, Results, faults
 from trials.report import table
 from turnwise.core.records import Completion, Sampling
 from turnwise.engines.remote.http import ServerAddress
-from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
-from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
+from turnwise.engines.remote.remote_generator import PolicyProbe, RemoteGenerator, mean_difference
 from turnwise.engines.remote.replica import MASK_OPTIONS, RemoteLimits, Replica
 from turnwise.engines.remote.weight_files import WeightFolder
 
@@ -141,7 +140,7 @@ def publications(url: str, models: dict[str, Path]) -> tuple[str, str]:
         name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for name, path in models.items()
     }
     first = loaded["A"]
-    probe = PolicyProbe(first, first.config.vocab_size)
+    probe = PolicyProbe(first, first.config.vocab_size, TOLERANCE)
     prompts = [probe.prompt(n) for n in range(PROMPTS)]
     expected = {name: [_greedy(model, prompt) for prompt in prompts] for name, model in loaded.items()}
     if expected["A"] == expected["B"]:
@@ -152,9 +151,7 @@ def publications(url: str, models: dict[str, Path]) -> tuple[str, str]:
         limits = RemoteLimits(8, CONTEXT, (), False, 0)
         replica = Replica(ServerAddress.read(url, "", "generator"), "trial", 60.0)
         await replica.identify()
-        generator = RemoteGenerator(
-            [replica], limits, WeightFolder(), ProbeRule(probe, TOLERANCE), lambda ids: "", print
-        )
+        generator = RemoteGenerator([replica], limits, WeightFolder(), probe, lambda ids: "", print)
         await generator.attach()
         for version, name in enumerate(PUBLICATIONS, 1):
             weights = {key: value.detach() for key, value in loaded[name].named_parameters()}
@@ -225,15 +222,15 @@ def begun(run: Path) -> tuple[tuple[float, list[float]], float]:
 def masks(url: str, path: Path) -> tuple[str, str]:
     """Sample with filters; every log-probability must be that of a softmax over the ids that the server says it kept."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    probe = PolicyProbe(model, model.config.vocab_size)
+    probe = PolicyProbe(model, model.config.vocab_size, TOLERANCE)
     most, kept = dict.fromkeys(FILTERS, 0.0), dict.fromkeys(FILTERS, 0.0)
 
     async def sample() -> str:
         replica = Replica(ServerAddress.read(url, "", "generator"), "trial", 60.0)
         await replica.identify()
         await replica.examine_sampling()
-        rule, limits = ProbeRule(probe, TOLERANCE), RemoteLimits(8, CONTEXT, (), False, 0)
-        generator = RemoteGenerator([replica], limits, WeightFolder(), rule, lambda ids: "", print)
+        limits = RemoteLimits(8, CONTEXT, (), False, 0)
+        generator = RemoteGenerator([replica], limits, WeightFolder(), probe, lambda ids: "", print)
         await generator.attach()
         await generator.publish({key: value.detach() for key, value in model.named_parameters()}, 1)
         for name, sampling in FILTERS.items():

@@ -35,14 +35,13 @@ def wire(monkeypatch):
 
 
 async def attached(urls, model, backend, heard=None, key=""):
-    from turnwise.engines.remote.policy_probe import PolicyProbe
-    from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
+    from turnwise.engines.remote.remote_generator import PolicyProbe, RemoteGenerator
     from turnwise.engines.remote.weight_files import WeightFolder
 
     turn, cpu = asyncio.Lock(), torch.device("cpu")
     replicas = [Replica(ServerAddress(url, key), "test", 20.0, backend) for url in urls]
-    rule = ProbeRule(PolicyProbe(model, model.config.vocab_size), 1e-3)
-    g = RemoteGenerator(replicas, kit.LIMITS, WeightFolder(), rule, str, (heard if heard is not None else []).append)
+    probe = PolicyProbe(model, model.config.vocab_size, 1e-3)
+    g = RemoteGenerator(replicas, kit.LIMITS, WeightFolder(), probe, str, (heard if heard is not None else []).append)
     for replica in replicas:
         replica.device_weights = DeviceWeights(backend, cpu, turn)
         await replica.identify()

@@ -13,8 +13,7 @@ from support.prompting import prompts
 
 from turnwise.core.records import Sampling
 from turnwise.engines.remote.http import ServerAddress
-from turnwise.engines.remote.policy_probe import PolicyProbe
-from turnwise.engines.remote.remote_generator import Directory, ProbeRule, RemoteGenerator
+from turnwise.engines.remote.remote_generator import Directory, PolicyProbe, RemoteGenerator
 from turnwise.engines.remote.replica import Replica
 from turnwise.engines.remote.weight_files import WeightFolder
 from turnwise.errors import GeneratorLost, SettingError
@@ -28,12 +27,12 @@ def run(work):
 
 def elastic(here, model, patience=20.0, told=None):
     """A generator over the servers that the list ``here`` names at any time."""
-    rule = ProbeRule(PolicyProbe(model, model.config.vocab_size), 1e-3)
+    probe = PolicyProbe(model, model.config.vocab_size, 1e-3)
     heard = told if told is not None else []
     directory = Directory(
         lambda: [ServerAddress(url) for url in here], lambda address: Replica(address, "test", 5.0), patience
     )
-    return RemoteGenerator([], LIMITS, WeightFolder(), rule, str, heard.append, directory)
+    return RemoteGenerator([], LIMITS, WeightFolder(), probe, str, heard.append, directory)
 
 
 async def sample(g, count=4):

@@ -19,8 +19,7 @@ from support.prompting import prompts
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.remote import remote_generator
 from turnwise.engines.remote.http import HttpPool, ServerAddress, fault_words
-from turnwise.engines.remote.policy_probe import PolicyProbe, mean_difference
-from turnwise.engines.remote.remote_generator import _cut
+from turnwise.engines.remote.remote_generator import PolicyProbe, _cut, mean_difference
 from turnwise.engines.remote.replica import Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import read_part
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights

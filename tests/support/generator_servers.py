@@ -17,8 +17,7 @@ from turnwise.core.records import Sampling
 from turnwise.engines.adapters import adapted_weights
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.remote.http import ServerAddress
-from turnwise.engines.remote.policy_probe import PolicyProbe
-from turnwise.engines.remote.remote_generator import ProbeRule, RemoteGenerator
+from turnwise.engines.remote.remote_generator import PolicyProbe, RemoteGenerator
 from turnwise.engines.remote.replica import RemoteLimits, Replica
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
 from turnwise.serve.app import make_generate_app
@@ -83,9 +82,9 @@ def served(model=None, token="", decode=None, wrap=lambda app: app, port=0, own_
 async def connected(urls, model=None, key="", limits=LIMITS, tell=None, seconds=20.0, decode=None, tolerance=1e-3):
     """A generator over servers, attached. ``model``: the one whose weights are published, for the probe."""
     replicas = [Replica(ServerAddress(url, key), "test", seconds) for url in urls]
-    rule = ProbeRule(PolicyProbe(model, model.config.vocab_size), tolerance) if model is not None else None
+    probe = PolicyProbe(model, model.config.vocab_size, tolerance) if model is not None else None
     heard = tell if tell is not None else []
-    generator = RemoteGenerator(replicas, limits, WeightFolder(), rule, decode or str, heard.append)
+    generator = RemoteGenerator(replicas, limits, WeightFolder(), probe, decode or str, heard.append)
     for replica in replicas:
         await replica.identify()
     await generator.attach()

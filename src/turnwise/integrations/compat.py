@@ -19,7 +19,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -127,13 +127,11 @@ class TRLHooks(_Trainer):
         self.on_rewards(rewards)
         return rewards
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        output: dict[str, Any] = self.on_generation(super()._generate_and_score_completions(inputs))
-        return output
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return self.on_generation(super()._generate_and_score_completions(inputs))
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        loss: Tensor = self.policy_loss(model, inputs)
-        return loss
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        return self.policy_loss(model, inputs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -146,9 +144,8 @@ class TRLHooks(_Trainer):
             self.load_state(checkpoint)
 
     # ---- called
-    def logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        output: Any = self._get_per_token_logps_and_entropies(*args, compute_entropy=True, **kwargs)
-        return cast(tuple[Tensor, Tensor, Tensor | None], output)
+    def logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return self._get_per_token_logps_and_entropies(*args, compute_entropy=True, **kwargs)
 
     def slices_of_step(self) -> list[dict[str, Any]]:
         """All slices of the optimiser step that begins now."""
@@ -157,10 +154,9 @@ class TRLHooks(_Trainer):
         assert len(slices) == count, "an optimiser step reaches into the next generation"
         return slices
 
-    def logged_metrics(self) -> dict[str, list[float]]:
+    def logged_metrics(self) -> Any:
         """Metric name → values since the last log, of training or of evaluation."""
-        metrics: dict[str, list[float]] = self._metrics["train" if self.model.training else "eval"]
-        return metrics
+        return self._metrics["train" if self.model.training else "eval"]
 
     def replace_logged_advantages(self, advantages: Sequence[float]) -> None:
         """Show ours instead of TRL's own in its table of completions."""
@@ -196,6 +192,6 @@ def verl_algorithms() -> Any:
 
 
 def unregister_from_verl(core_algos: Any, name: str) -> None:
-    """verl refuses to register a name twice and has no function to remove one."""
+    # verl refuses to register a name twice and has no function to remove one
     for registry in (core_algos.POLICY_LOSS_REGISTRY, core_algos.ADV_ESTIMATOR_REGISTRY):
         registry.pop(name, None)

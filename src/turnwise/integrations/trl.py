@@ -140,7 +140,6 @@ class GRPOTrainer(TRLTrainerBase):
         return {name: self._gather(value.float()) for name, value in columns.items() if value is not None}
 
     def _gather(self, x: Tensor) -> Tensor:
-        """The rows of all processes."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1) if x.dim() > 1 else x)
 
     # -------------------------------------------------------------- loss
@@ -182,8 +181,8 @@ class GRPOTrainer(TRLTrainerBase):
 
     @torch.no_grad()
     def _signals_before_step(self, slices: list[dict[str, Any]]) -> list[dict[Signal, Tensor]]:
-        """The current policy's signals on all slices, if the method plans with them. Computed before the pass with gradient,
-        not inside it: sharded weights are gathered and freed in the order of one pass."""
+        # the current policy's signals on all slices, if the method plans with them. Computed before the pass
+        # with gradient, not inside it: sharded weights are gathered and freed in the order of one pass
         if len(slices) < 2 or not self.objective.signals_before_step:
             return []
         outputs = [self._forward(self.model, part) for part in slices]
@@ -193,12 +192,17 @@ class GRPOTrainer(TRLTrainerBase):
         objective = self._objective()
         rows = self._gather(torch.cat([part[ROW] for part in slices]))
         packed = self._credited.select(rows)
-        before_step = {}
+        before_step = {}  # signals of the current policy over the whole step, where the method plans with them
         if objective.signals_before_step:
             for signal in (Signal.LOGP, Signal.ENTROPY):
                 values = self._gather(torch.cat([part[signal].detach() for part in live]))
                 before_step[signal] = packed.field(values, rows)
-        return plan_step(objective, packed, len(slices), before_step)
+        if packed.tokens:
+            batch = packed.batch.put(before_step)
+            if Signal.LOGP in before_step and not packed.has_behaviour:
+                batch = replace(batch, behaviour=before_step[Signal.LOGP])
+            packed = replace(packed, batch=objective.plan(batch))
+        return AccumulatedStep(objective, packed, len(slices))
 
     # ------------------------------------------------------- checkpoints
     def save_state(self, folder: str) -> None:
@@ -275,16 +279,6 @@ class AccumulatedStep:
         for name, value in output.stats.items():
             self.sums[name] = self.sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double()
         return output.loss
-
-
-def plan_step(objective: Objective, rows: PackedRows, slices: int, before_step: dict[Signal, Field]) -> AccumulatedStep:
-    """Plan an optimiser step. ``before_step``: signals of the current policy over all of it, where the method plans with them."""
-    if rows.tokens:
-        batch = rows.batch.put(before_step)
-        if Signal.LOGP in before_step and not rows.has_behaviour:
-            batch = replace(batch, behaviour=before_step[Signal.LOGP])
-        rows = replace(rows, batch=objective.plan(batch))
-    return AccumulatedStep(objective, rows, slices)
 
 
 # ------------------------------------------------------------------ admission

@@ -63,7 +63,7 @@ def check(recipe: Recipe, name: str, args: Any) -> None:
 
 
 def _check_steps(label: str, recipe: Recipe, args: Any) -> None:
-    """We plan whole optimiser steps, so all slices of a step must come from one generation."""
+    # we plan whole optimiser steps, so all slices of a step must come from one generation
     slices, steps, control = args.steps_per_generation, args.gradient_accumulation_steps, recipe.control
     cure, reason = f"write steps_per_generation={steps}, or leave it out", ""
     if slices % steps:

@@ -90,7 +90,6 @@ def overrides(name: str, **hyper: Any) -> list[str]:
 
 
 def loss(name: str, *, aggregate: str = "method", **hyper: Any) -> PolicyLoss:
-    """A method's policy loss with verl's signature."""
     recipe = recipes.build(name, **hyper)
     support.raise_if_unsupported(name, support.loss_unsupported_reasons(recipe))
     return _loss(name, recipe, aggregate)
@@ -160,7 +159,7 @@ def _micro_batch(mask: Tensor, old: Tensor, logp: Tensor, adv: Tensor) -> Batch:
 
 
 def _share_of_step(mask: Tensor, method_mode: str, info: dict[str, Any]) -> Tensor:
-    """The share of this micro-batch in the whole step, by verl's count of tokens or rows; 1 where verl gives no count."""
+    # the share of this micro-batch in the whole step, by verl's count of tokens or rows; 1 where verl gives no count
     counted = "token-mean" if method_mode.startswith("token") else "seq-mean-token-mean"
     if not bool(mask.any()):
         return mask.new_zeros((), dtype=torch.float64)
@@ -169,7 +168,7 @@ def _share_of_step(mask: Tensor, method_mode: str, info: dict[str, Any]) -> Tens
 
 
 def _verl_weight(mask: Tensor, mode: str, info: dict[str, Any]) -> Tensor:
-    """verl's weight of each token: its aggregation is linear, so the weight is its gradient."""
+    # verl's weight of each token: its aggregation is linear, so the weight is its gradient
     with torch.enable_grad():
         x = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device, requires_grad=True)
         total = core_algos.agg_loss(loss_mat=x, loss_mask=mask.double(), loss_agg_mode=mode, **info)

@@ -33,8 +33,11 @@ CreditFactory = Callable[[Any], tuple[Objective, Term]]
 
 
 def fixed_credit(recipe: Recipe) -> CreditFactory:
+    # the regression target of a critic: its own, or the return-to-go over sampled tokens
+    targets = [w.penalty.target for w in recipe.penalties if isinstance(w.penalty, ClippedValueLoss)]
+    returns = [p for p in recipe.advantage.parts if isinstance(p, ReturnToGo) and p.level == TOKEN]
     # built once: the objective may keep running statistics
-    credit = support.without_verl_terms(recipe).objective, _returns(recipe)
+    credit = support.without_verl_terms(recipe).objective, [*targets, *returns, ReturnToGo(1.0, TOKEN)][0]
     return lambda config: credit
 
 
@@ -50,13 +53,6 @@ def credit_from_config(name: str, hyper: Mapping[str, Any]) -> CreditFactory:
         return built[key]
 
     return build
-
-
-def _returns(recipe: Recipe) -> Term:
-    """The regression target of a critic: its own, or the return-to-go over sampled tokens."""
-    targets = [w.penalty.target for w in recipe.penalties if isinstance(w.penalty, ClippedValueLoss)]
-    returns = [p for p in recipe.advantage.parts if isinstance(p, ReturnToGo) and p.level == TOKEN]
-    return [*targets, *returns, ReturnToGo(1.0, TOKEN)][0]
 
 
 def estimator(name: str, factory: CreditFactory) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -119,7 +115,7 @@ def _with_rewards(batch: Batch, rewards: Tensor, mask: Tensor, objective: Object
 
 
 def rows(mask: Tensor, reward: Tensor, group: Tensor, logp: Tensor, **columns: Tensor) -> Batch:
-    """Rows of verl as a batch, with one column prepended, since a response may begin with a sampled token."""
+    # rows of verl as a batch, with one column prepended, since a response may begin with a sampled token
     ids, prepend = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device), padded.PREPEND
     front = {str(key): prepend(value) for key, value in columns.items()}
     return padded.from_padded(prepend(ids), prepend(mask), logp=prepend(logp), reward=reward, group=group, **front)

@@ -153,7 +153,6 @@ def unsupported_methods(options: Mapping[str, Hyper] | None = None) -> dict[str,
 
 
 def is_gae(recipe: Recipe) -> bool:
-    """Whether verl's own ``gae`` gives exactly this credit."""
     whitened = recipe.advantage.term if isinstance(recipe.advantage, Whiten) else None
     plain = isinstance(whitened, GAE) and not whitened.bootstrap
     return plain and isinstance(without_verl_terms(recipe).reward, EnvironmentReward)
@@ -188,7 +187,6 @@ def _dropped(recipe: Recipe) -> list[str]:
 
 
 def mode(recipe: Recipe) -> str:
-    """verl's ``loss_agg_mode`` for the recipe's aggregation."""
     how = recipe.aggregate
     if isinstance(how, Sum):
         return "seq-mean-token-sum" if how.length == 1 else "seq-mean-token-sum-norm"

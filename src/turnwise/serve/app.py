@@ -62,8 +62,6 @@ class Api:
 
     # ------------------------------------------------------------------- calls
     def calls(self, wire: Wire) -> Callable[[Request], Any]:
-        """The route that answers calls in one format."""
-
         async def answer(request: Request) -> Response:
             body, raw = await read_body(request)
             call = wire.read_request(body)  # what cannot be read is refused whoever asks
@@ -88,8 +86,6 @@ class Api:
         return answer
 
     def counting(self, wire: Wire, name: str) -> Callable[[Request], Any]:
-        """The route that counts the tokens of a call and samples nothing."""
-
         async def count(request: Request) -> Response:
             body, _ = await read_body(request)
             call = wire.read_request(body)
@@ -189,12 +185,12 @@ async def _refused(request: Request, fault: Exception) -> Response:
 
 
 async def _unknown_path(request: Request, fault: Any) -> Response:
-    known = "known: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /sessions, /step, /reward"
-    return _refusal(request, "not_found", f"no {request.method} {request.url.path[:80]}; {known}", fault.status_code)
+    paths = "known: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /sessions, /step, /reward"
+    return _refusal(request, "not_found", f"no {request.method} {request.url.path[:80]}; {paths}", fault.status_code)
 
 
 def _refusal(request: Request, code: str, message: str, status: int = 0) -> Response:
-    """In the format of the client, as far as the path shows it."""
+    # in the format of the client, as far as the path shows it
     wire = MESSAGES if "/v1/messages" in request.url.path else CHAT
     return JSONResponse(wire.error_body(code, message), status_code=status or STATUS.get(code, 400))
 

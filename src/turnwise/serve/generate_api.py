@@ -1,14 +1,5 @@
 """Routes of a generator server: vLLM's names for token ids in and out, pauses and weights, and some of our own.
 
-    POST /inference/v1/generate          token ids in, token ids with log-probabilities and weight versions out
-    POST /abort_requests                 end requests with the tokens they have
-    POST /pause?mode=abort, /resume      GET /is_paused
-    POST /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update
-    GET  /weight_info, /health, /v1/models, /get_world_size
-    GET  /turnwise/v1/info               model, vocabulary, limits
-    POST /turnwise/v1/attach, /turnwise/v1/sessions     a trainer takes the server, opens and closes its dialogues
-    POST /turnwise/v1/alive, /turnwise/v1/release       it is still there, though it asks for nothing; it leaves
-
 A route takes and returns plain values: HTTP carries them (``serve.app``), or the socket of a process that a run started
 (``training.serve``). ``session`` of a request and ``turnwise`` of a reply are ours: other servers ignore the one, and other
 clients the other. Knows the host of a generator; neither HTTP nor an engine.
@@ -50,8 +41,6 @@ MAX_THREADS = 1024
 
 
 class GenerateApi:
-    """The routes over one host."""
-
     def __init__(self, host: PolicyHost) -> None:
         self.host, self.requests = host, 0
 
@@ -115,6 +104,7 @@ class GenerateApi:
                 return {"status": "ok"}
             case "GET /turnwise/v1/info":
                 return self.info()
+            # a trainer takes the server; opens and closes its dialogues; is still there, though it asks for nothing; leaves
             case "POST /turnwise/v1/attach":
                 return await self.attach(body)
             case "POST /turnwise/v1/sessions":
@@ -129,7 +119,7 @@ class GenerateApi:
         raise CallRefused("not_found", f"no {route[:90]}; known: {KNOWN}")
 
     async def generate(self, body: Body) -> Body:
-        """Cancelled, where nobody waits for the reply any longer: the request ends with it."""
+        # cancelled, where nobody waits for the reply any longer: the request ends with it
         self.requests += 1
         call = read_call(body, self.requests, self.host.facts["vocabulary"], self.host.limits.stop_ids)
         if call.session:
@@ -200,7 +190,6 @@ def read_call(body: Mapping[str, Any], number: int, vocabulary: int, stop_ids: S
 
 
 def read_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
-    """Token ids of the vocabulary."""
     usable = isinstance(value, list) and value
     check(usable, "'token_ids' is {!r:.60}; write a list of at least one token id", value)
     # ``type``: to Python, true is an integer

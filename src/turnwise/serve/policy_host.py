@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.core.protocols import Generator, Session
 from turnwise.core.records import Completion, Sampling
@@ -54,8 +54,7 @@ class GenerateCall:
     sampling_mask: bool = False
 
 
-@dataclass(frozen=True)
-class ReceivedBase:
+class ReceivedBase(NamedTuple):
     """The frozen weights that adapters belong to, and the checksum of their file."""
 
     weights: Mapping[str, Any]
@@ -70,15 +69,6 @@ class WeightUpdate:
     digests: list[str] = field(default_factory=list)
     base: ReceivedBase | None = None
     manifest: Mapping[str, Any] | None = None
-
-    def add(self, part: Mapping[str, Any], tensors: Mapping[str, Any], digest: str) -> None:
-        if part.get("kind") == "base":
-            self.base = ReceivedBase(tensors, digest)
-            return
-        if part.get("kind") == "adapters":
-            self.manifest = part
-        self.tensors.update(tensors)
-        self.digests.append(digest)
 
 
 class _NoGenerator:
@@ -125,7 +115,7 @@ class PolicyHost:
         self.base: ReceivedBase | None = None  # of the adapters last loaded
         self.update: WeightUpdate | None = None
         self.answered = 0
-        self._opened, self._applied, self._progress = 0, 0, (-1.0, time.monotonic())
+        self._applied, self._progress = 0, (-1.0, time.monotonic())
         self._running = asyncio.Event()
         self._running.set()
 
@@ -149,8 +139,7 @@ class PolicyHost:
         self.heard = time.monotonic()
         if granted != self.limits or isinstance(self.generator, _NoGenerator):
             self._running.clear()
-            # give the generator up and make another one: the memory need not hold two. Where that fails the old one
-            # comes back
+            # give the generator up and make another one: the memory need not hold two. Where that fails the old one comes back
             self.generator = _NoGenerator()
             await asyncio.sleep(IDLE_SECONDS)
             failure: Exception | None = None
@@ -188,7 +177,7 @@ class PolicyHost:
         self.sessions = {}
 
     def check_owner(self, client: Any) -> None:
-        """Refuse anyone but the run that has the server. A trainer reads these words: they tell it what became of its server."""
+        # refuse anyone but the run that has the server. A trainer reads these words: they tell it what became of its server
         none = "no run is attached: this server was started, or started again, since"
         check(self.client, none, code="not_owner")
         another = "another run took this server over; it answers one trainer at a time"
@@ -263,7 +252,8 @@ class PolicyHost:
         names = [name for name in (request_ids or list(self.in_flight)) if name in self.in_flight]
         for name in names:
             self.in_flight[name].cancel()
-        await self._until(lambda: not any(name in self.in_flight for name in names))
+        while any(name in self.in_flight for name in names):
+            await asyncio.sleep(0.001)
         return len(names)
 
     # ------------------------------------------------------------------- pause
@@ -278,15 +268,11 @@ class PolicyHost:
         self._running.clear()
         if mode == "abort":
             await self.abort(())
-        else:
-            await self._until(lambda: not self.in_flight)
+        while mode == "wait" and self.in_flight:
+            await asyncio.sleep(0.001)
 
     def resume(self) -> None:
         self._running.set()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
 
     # ----------------------------------------------------------------- weights
 
@@ -309,7 +295,13 @@ class PolicyHost:
                 tensors, digest = await asyncio.to_thread(self._read_weights, part)
             except (SettingError, StoreError) as fault:
                 raise CallRefused("invalid_weights", str(fault)) from fault
-            update.add(part, tensors, digest)
+            if part.get("kind") == "base":
+                update.base = ReceivedBase(tensors, digest)
+                continue
+            if part.get("kind") == "adapters":
+                update.manifest = part
+            update.tensors.update(tensors)
+            update.digests.append(digest)
 
     async def finish_update(self, label: str) -> None:
         """Load what was received; every later token carries ``label``. On a refusal the weights stay as they were."""

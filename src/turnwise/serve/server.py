@@ -51,13 +51,6 @@ def require_packages() -> None:
         raise SettingError(f"an HTTP endpoint needs the package {missing[0]}; write pip install 'turnwise[serve]'")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def read_address(address: str) -> tuple[str, int]:
     """``HOST:PORT``, or a port alone."""
     host, _, port = address.rpartition(":")
@@ -68,7 +61,10 @@ def read_address(address: str) -> tuple[str, int]:
 
 def listen_on(host: str, port: int, token: str = "") -> socket.socket:
     """A listening socket; loopback only unless a token protects the endpoint."""
-    if not token and not is_loopback(host):
+    private = host == "localhost"
+    with contextlib.suppress(ValueError):  # a name: it may mean any machine
+        private = ipaddress.ip_address(host).is_loopback
+    if not token and not private:
         reach = f"the endpoint would be reachable from other machines at {host}"
         raise SettingError(f"{reach}; set a token in TURNWISE_ENDPOINT_TOKEN, or listen on {LOOPBACK}")
     try:
@@ -87,7 +83,6 @@ def url_of(listener: socket.socket) -> str:
 
 
 async def serve_on(listener: socket.socket, sessions: Sessions) -> None:
-    """Serve agents until cancelled."""
     from turnwise.serve.app import make_app
 
     await serve_app(listener, make_app(sessions))

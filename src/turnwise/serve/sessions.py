@@ -7,6 +7,7 @@ of what. Agents that live elsewhere take episodes that wait for one. Knows neith
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
@@ -127,21 +128,17 @@ class Sessions:
         """An episode for an agent that asks for one; None if none is offered within ``seconds``."""
         if self.opener is not None:
             return self.opener(self, wanted)
-        deadline = asyncio.get_running_loop().time() + seconds
-        while True:
-            while self._offered:
-                opened = self._offered.popleft()
-                if opened.key in self._open:
-                    opened.taken.set()
-                    return opened
-            self._news.clear()
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                return None
-            try:
-                await asyncio.wait_for(self._news.wait(), left)
-            except TimeoutError:
-                return None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    while self._offered:
+                        opened = self._offered.popleft()
+                        if opened.key in self._open:  # otherwise its run gave it up
+                            opened.taken.set()
+                            return opened
+                    self._news.clear()
+                    await self._news.wait()
+        return None
 
     def close(self, key: str) -> None:
         """End an episode: later calls with its key are told so."""

@@ -169,7 +169,7 @@ def _read_response_request(body: Mapping[str, Any]) -> CallRequest:
 
 
 def _read_items(items: Sequence[Any]) -> list[Message]:
-    """Items as messages. The text and the calls of one turn are separate items here, and one message of ours."""
+    # items as messages. The text and the calls of one turn are separate items here, and one message of ours
     messages: list[Message] = []
     open_turn = False  # the last message is an assistant's, and calls that follow belong to it
     for item in items:
@@ -221,20 +221,16 @@ def keep_history(dialogues: dict[str, list[Message]], number: int, call: CallReq
 
 
 def _instructions(messages: Sequence[Message]) -> int:
-    """How many messages in front are instructions: they are sent anew with every request."""
+    # how many messages in front are instructions: they are sent anew with every request
     return int(bool(messages) and messages[0]["role"] == "system")
 
 
 def _response_body(replies: Replies, number: int, body: Mapping[str, Any]) -> Body:
     (reply,) = replies
     cut, sampled = reply.finish_reason == "length", len(reply.tokens)
-    usage = {
-        "input_tokens": reply.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": reply.prompt_tokens + sampled,
-    }
+    usage: Body = {"input_tokens": reply.prompt_tokens, "input_tokens_details": {"cached_tokens": 0}}
+    usage |= {"output_tokens": sampled, "output_tokens_details": {"reasoning_tokens": 0}}
+    usage["total_tokens"] = reply.prompt_tokens + sampled
     message, items = reply.message, list[Body]()
     if thinking := message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": thinking}]
@@ -253,7 +249,6 @@ def _response_body(replies: Replies, number: int, body: Mapping[str, Any]) -> Bo
 
 
 def _response_head(number: int, body: Mapping[str, Any]) -> Body:
-    """A response that has begun."""
     return {
         "id": f"resp_{number}", "object": "response", "created_at": int(time.time()), "model": "policy",
         "status": "in_progress", "error": None, "incomplete_details": None, "instructions": body.get("instructions"),
@@ -322,7 +317,7 @@ def _read_message_request(body: Mapping[str, Any]) -> CallRequest:
 
 
 def _read_blocks(message: Any) -> list[Message]:
-    """A message of theirs is one or several of ours: results of tools stand inside a user message there."""
+    # A message of theirs is one or several of ours: results of tools stand inside a user message there
     usable = isinstance(message, Mapping) and message.get("role") in ("user", "assistant")
     wrong = "a message is {!r:.80}; write role (user or assistant) and content"
     check(usable, wrong, message, code="invalid_messages")
@@ -364,16 +359,9 @@ def _message_body(replies: Replies, number: int, body: Mapping[str, Any]) -> Bod
     for call in reply.message.get("tool_calls", ()):
         use = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
         blocks.append({**use, "input": json.loads(call["function"]["arguments"])})
-    return {
-        "id": f"msg_{number}",
-        "type": "message",
-        "role": "assistant",
-        "model": "policy",
-        "content": blocks,
-        "stop_reason": STOP_REASONS[reply.finish_reason],
-        "stop_sequence": None,
-        "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.tokens)},
-    }
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.tokens)}
+    whole = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": "policy", "content": blocks}
+    return {**whole, "stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None, "usage": usage}
 
 
 def _message_events(replies: Replies, number: int, body: Mapping[str, Any]) -> Iterator[str]:

@@ -236,13 +236,12 @@ def make_remote_generator(
 ) -> RemoteGenerator:
     """A generator over the servers of the settings, connected and compared with the run's model; or over those that ``find``
     names at any time: a cluster starts them from the settings of the run, and ``wanted`` of them are waited for."""
-    from turnwise.engines.remote.policy_probe import PolicyProbe
-    from turnwise.engines.remote.remote_generator import Directory, ProbeRule, RemoteGenerator
+    from turnwise.engines.remote.remote_generator import Directory, PolicyProbe, RemoteGenerator
     from turnwise.engines.remote.weight_files import WeightFolder
 
     limits = RemoteLimits(slots, settings.context, tuple(renderer.stop_ids), deterministic, threads)
     vocabulary = renderer.tokenizer.get_vocab()
-    rule = ProbeRule(PolicyProbe(model, min(len(vocabulary), model.config.get_text_config().vocab_size)), tolerance)
+    probe = PolicyProbe(model, min(len(vocabulary), model.config.get_text_config().vocab_size), tolerance)
     backend = weight_backend(settings)
     folder = WeightFolder(settings.generator_weights if backend == FILES else "")  # adapters are files in any case
     if find is not None:
@@ -254,10 +253,10 @@ def make_remote_generator(
             return replica
 
         directory = Directory(find, make, PATIENCE)
-        elastic = RemoteGenerator([], limits, folder, rule, renderer.decode, tell, directory)
+        elastic = RemoteGenerator([], limits, folder, probe, renderer.decode, tell, directory)
         run_async(elastic.join(wanted))
         return elastic
-    generator = RemoteGenerator(make_replicas(settings), limits, folder, rule, renderer.decode, tell)
+    generator = RemoteGenerator(make_replicas(settings), limits, folder, probe, renderer.decode, tell)
     if backend != FILES:
         device, turn = cuda_device(backend, settings.device), asyncio.Lock()
         for replica in generator.replicas:

@@ -17,7 +17,7 @@ PARENT_DEATH_SIGNAL = 1  # prctl(PR_SET_PDEATHSIG)
 
 
 def end_with_parent() -> None:
-    """Linux: do not outlive the thread that started this process, even in a call that never lets Python run."""
+    # Linux: do not outlive the thread that started this process, even in a call that never lets Python run
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 

@@ -33,8 +33,6 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from turnwise.workers.sockets import set_timeout
-
 STUCK_SECONDS = 60.0  # until a write that nobody reads is given up
 END_SECONDS = 2.0  # for a process whose socket closed to show how it ended
 MAX_ANSWER = 1 << 28  # bytes: more, and a worker that a model's text misled would fill this process's memory
@@ -47,8 +45,8 @@ BOOT = (
 
 
 def pack(records: Iterable[tuple[int, bytes]]) -> bytes:
-    """One frame for all that is to be said now: a frame for each request would wake several threads each time. A request without
-    payload takes back the one of that number: nobody waits for its answer any longer."""
+    # one frame for all that is to be said now: a frame for each request would wake several threads each time. A
+    # request without payload takes back the one of that number: nobody waits for its answer any longer
     return b"".join(part for number, payload in records for part in (RECORD.pack(number, len(payload)), payload))
 
 
@@ -96,7 +94,9 @@ class WorkerProcess:
 
     def __init__(self, module: str, *arguments: Any, seconds: float = STUCK_SECONDS, quiet: bool = True) -> None:
         ours, theirs = socket.socketpair()
-        set_timeout(ours, socket.SO_SNDTIMEO, seconds)
+        whole, rest = divmod(seconds, 1)
+        # a write that nobody reads for so long raises BlockingIOError; 0: never
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
         self.seconds = seconds
         self.log = tempfile.TemporaryFile() if quiet else None  # noqa: SIM115 (closed with the process)
         with theirs:
@@ -112,7 +112,7 @@ class WorkerProcess:
         self.connection = Connection(ours.detach())
 
     def send_bytes(self, data: Any) -> None:
-        """After ``WorkerStuck`` half a message may be in the socket: the process is of no use any longer."""
+        # after `WorkerStuck` half a message may be in the socket: the process is of no use any longer
         try:
             self.connection.send_bytes(data)
         except BlockingIOError:
@@ -216,7 +216,7 @@ class Worker(WorkerProcess):
                 answer.set_exception(WorkerLost(self.ended)) if payload is None else answer.set_result(payload)
 
     def _write(self) -> None:
-        """In a thread: a socket whose reader is stuck would block whoever asks."""
+        # in a thread: a socket whose reader is stuck would block whoever asks
         try:
             while not self.ended:
                 records = [self._outbox.get()]

@@ -1,21 +1,13 @@
-"""Options of sockets: how long a read or write may wait, how many there may be, and that the loss of the other machine is
-noticed. Knows no protocol."""
+"""Options of sockets: how many there may be, and that the loss of the other machine is noticed. Knows no protocol."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 
 OPEN_FILES = 65_536
 # a machine that is gone is noticed after two minutes, and a router does not forget a connection on which nothing is said
 KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
-
-
-def set_timeout(handle: socket.socket, option: int, seconds: float) -> None:
-    """``option``: SO_SNDTIMEO or SO_RCVTIMEO; after ``seconds`` a write or read raises ``BlockingIOError``. 0: never."""
-    whole, rest = divmod(seconds, 1)
-    handle.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(rest * 1e6)))
 
 
 def allow_many_files() -> None:
@@ -30,7 +22,7 @@ def allow_many_files() -> None:
 
 
 def keep_alive(handle: socket.socket) -> None:
-    """Let the system ask regularly whether the other side is there. Where it refuses, nobody asks."""
+    # let the system ask regularly whether the other side is there. Where it refuses, nobody asks
     with contextlib.suppress(OSError):
         handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE:

@@ -62,7 +62,7 @@ class ChatServer:
     """``reply`` may be called from many coroutines at once; at most ``parallel`` requests are under way."""
 
     address: ServerAddress
-    model: str
+    name: str  # of the model
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     parallel: int = 16
     tell: Callable[[str], None] = lambda text: None  # hears of the first retry of each kind
@@ -77,10 +77,6 @@ class ChatServer:
     def __post_init__(self) -> None:
         self._slots, self._pool = asyncio.Semaphore(self.parallel), HttpPool(self.address, foreign=True)
 
-    @property
-    def name(self) -> str:
-        return self.model
-
     async def reply(
         self,
         messages: Sequence[Message],
@@ -89,10 +85,11 @@ class ChatServer:
         tools: Sequence[Mapping[str, Any]] = (),
         schema: Mapping[str, Any] | None = None,
     ) -> ChatReply:
+        body = request_body(self.name, messages, sampling, seed, tools)
         async with self._slots:
             began = time.perf_counter()
             try:
-                reply = await self._send(messages, sampling, seed, tools, schema)
+                reply = await self._send(body, sampling.max_tokens, schema, seed)
             except ContextOverflow:
                 raise
             except ServerFault as fault:
@@ -106,20 +103,16 @@ class ChatServer:
     def close(self) -> None:
         self._pool.interrupt()
 
-    async def _send(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        seed: int,
-        tools: Sequence[Mapping[str, Any]],
-        schema: Mapping[str, Any] | None,
-    ) -> Any:
+    async def _send(self, request: Mapping[str, Any], limit: int, schema: Mapping[str, Any] | None, seed: int) -> Any:
+        named = {"name": "reply", "strict": True, "schema": schema}
         attempt = 1
         while True:
             if self.fatal is not None:
                 raise self.fatal
-            sent_schema = schema if self.schemas else None
-            body = request_body(self.model, messages, sampling, seed, tools, sent_schema, self.limit_name)
+            # other requests may have found out meanwhile what the server cannot do
+            body = {**request, self.limit_name: limit}
+            if schema and self.schemas:
+                body["response_format"] = {"type": "json_schema", "json_schema": named}
             try:
                 self.requests += 1
                 try:
@@ -176,8 +169,8 @@ class ChatServer:
                 names = await list_models(self.address)
             except ServerFault:
                 names = ()
-            remedy = f"; no model {self.model!r}: {nearest(self.model, names)}"
-            remedy = remedy if names else f"; the model was {self.model!r}"
+            remedy = f"; no model {self.name!r}: {nearest(self.name, names)}"
+            remedy = remedy if names else f"; the model was {self.name!r}"
         elif status in (401, 403) or 300 <= status < 400:
             remedy = _remedy(reply)
         else:
@@ -226,27 +219,14 @@ async def find_model(address: ServerAddress, model: str, flag: str) -> str:
 
 
 def request_body(
-    model: str,
-    messages: Sequence[Message],
-    sampling: Sampling,
-    seed: int,
-    tools: Sequence[Mapping[str, Any]],
-    schema: Mapping[str, Any] | None,
-    limit_name: str,
+    model: str, messages: Sequence[Message], sampling: Sampling, seed: int, tools: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """``limit_name``: ``max_tokens``, or ``max_completion_tokens`` for servers that want that."""
     body: dict[str, Any] = {"model": model, "messages": list(messages), "temperature": sampling.temperature}
-    body |= {limit_name: sampling.max_tokens, "seed": seed % 2**31}  # some servers read 32 bits with a sign
-    unless_default = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
-    body |= {name: value for name, (value, default) in unless_default.items() if value != default}
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if tools:
-        body["tools"] = list(tools)
-    if schema:
-        named = {"name": "reply", "strict": True, "schema": schema}
-        body["response_format"] = {"type": "json_schema", "json_schema": named}
-    return body
+    body["seed"] = seed % 2**31  # some servers read 32 bits with a sign
+    unless_default = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # not every server knows these
+    body |= {name: value for name, usual in unless_default.items() if (value := getattr(sampling, name)) != usual}
+    lists = {"stop": sampling.stop, "tools": tools}
+    return body | {name: list(values) for name, values in lists.items() if values}
 
 
 def read_reply(value: Any, seconds: float = 0.0) -> ChatReply:

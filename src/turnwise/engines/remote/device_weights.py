@@ -85,8 +85,8 @@ class DeviceWeights:
             threading.Thread(target=engine.shutdown, daemon=True, name="turnwise-weights").start()
 
     async def _run(self, routes: _Routes, work: Callable[[], Any]) -> Any:
-        """The result of ``work``, or the first refusal of the server. vLLM's trainer side would wait on: five minutes for a
-        server that does not join a group, and for ever for one that does not take part in a broadcast."""
+        # the result of `work`, or the first refusal of the server. vLLM's trainer side would wait on: five minutes for a server
+        # that does not join a group, and for ever for one that does not take part in a broadcast
         refused = routes.begin()
 
         def with_device() -> Any:
@@ -166,7 +166,7 @@ class _Routes:
         self._post("/update_weights", {"update_info": _as_json(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """vLLM's engines name no version; ours is the one that is published."""
+        # vLLM's engines name no version; ours is the one that is published
         self._post("/finish_weight_update", {"weight_version": weight_version or str(self.version)})
 
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class _Routes:
 
 
 def _as_json(update_info: Any) -> Any:
-    """CUDA IPC handles as vLLM reads them from JSON, if it was started with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+    # CUDA IPC handles as vLLM reads them from JSON, if it was started with VLLM_ALLOW_INSECURE_SERIALIZATION=1
     if not isinstance(update_info, Mapping) or update_info.get("ipc_handles") is None:
         return update_info
     rest = {name: value for name, value in update_info.items() if name != "ipc_handles"}

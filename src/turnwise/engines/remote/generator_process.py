@@ -99,7 +99,7 @@ class ProcessLink:
             answer.cancel()
 
     def interrupt(self) -> None:
-        """The server is lost, and with it its process."""
+        # the server is lost, and with it its process
         self.worker.close()
 
 
@@ -111,13 +111,13 @@ class DeviceHandles:
         self.replica = replica
 
     def carries(self, weights: Mapping[str, Tensor]) -> bool:
-        """Adapters, and copies in host memory (``--ranks``), go as files."""
+        # adapters, and copies in host memory (`--ranks`), go as files
         if isinstance(weights, AdaptedWeights) and weights.mergeless:
             return False
         return all(tensor.is_cuda for tensor in weights.values())
 
     async def works(self, device: str) -> bool:
-        """Whether the process can read this one's tensors: a container may keep them apart."""
+        # whether the process can read this one's tensors: a container may keep them apart
         await self.replica.post("/pause?mode=abort", {}, UPDATE_SECONDS)
         await self.replica.post("/start_weight_update", {}, UPDATE_SECONDS)
         try:
@@ -157,7 +157,7 @@ class ReceivedWeights:
         return using_gpu()(pickle.loads)(part["handles"]), ""  # not while the generator captures a graph
 
     def finish(self) -> None:
-        """The weights are loaded: let go of the run's tensors, once they are copied."""
+        # the weights are loaded: let go of the run's tensors, once they are copied
         if self.from_device:
             using_gpu()(torch.cuda.synchronize)()
             torch.cuda.ipc_collect()

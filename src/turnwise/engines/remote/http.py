@@ -97,8 +97,6 @@ class HttpReply:
 
 
 class _Request:
-    """One request, and the connection that it has."""
-
     def __init__(self, connection: http.client.HTTPConnection) -> None:
         self.connection, self.broken = connection, False
 
@@ -198,7 +196,6 @@ class HttpPool:
         return HttpReply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, bytes(received))
 
     def _begin(self) -> _Request:
-        """A request over the connection that was used last, or a new one."""
         with self._lock:
             now = time.monotonic()
             fresh = [(c, used) for c, used in self._idle if now - used < IDLE_SECONDS]
@@ -232,14 +229,13 @@ class HttpPool:
 
 
 def acknowledge_at_once(connection: socket.socket) -> None:
-    """Some servers send headers and body apart, and the body only when the headers are acknowledged: by default 40 ms later."""
+    # some servers send headers and body apart, and the body only when the headers are acknowledged: by default 40 ms later
     if hasattr(socket, "TCP_QUICKACK"):  # of Linux; holds until the system changes it, so it is set for each reply
         with contextlib.suppress(OSError):  # a system that refuses it
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
 
 def fault_words(fault: Exception, connected: bool, seconds: float | None) -> str:
-    """What happened, in words."""
     if isinstance(fault, TimeoutError):
         return f"no reply within {seconds:g} s" if connected else f"no connection within {CONNECT_SECONDS:g} s"
     if isinstance(fault, OSError) and fault.errno in (errno.EMFILE, errno.ENFILE):
@@ -256,7 +252,6 @@ def expect(holds: object, text: str, *seen: Any) -> None:
 
 
 def error_text(value: Any, fallback: str) -> str:
-    """What a server says is wrong, on one line."""
     error = value.get("error", value) if isinstance(value, Mapping) else value
     message = error.get("message", error.get("detail")) if isinstance(error, Mapping) else error
     text = message if isinstance(message, str) and message.strip() else fallback

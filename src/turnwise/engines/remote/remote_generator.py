@@ -12,18 +12,22 @@ requests wait until one is found, which first gets the weights that were publish
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from turnwise.core.records import Completion, Sampling, Stop
+from turnwise.core.seeds import stable_seed
 from turnwise.engines.kernels.sampling import signed
 from turnwise.engines.remote.http import ServerAddress, in_daemon_thread
-from turnwise.engines.remote.policy_probe import KEPT, SAMPLED, PolicyProbe, mean_difference
 from turnwise.engines.remote.replica import RemoteLimits, Replica, ReplicaLost
 from turnwise.engines.remote.token_wire import Reported, SampledPart
 from turnwise.engines.remote.weight_files import WeightFolder, WeightPublisher
@@ -33,15 +37,48 @@ from turnwise.workers.sockets import allow_many_files
 LOOK_SECONDS = 0.2  # between two looks for a server where none is left
 OTHERS_SECONDS = 10.0  # in which a run that begins with some servers waits for the others
 REJOIN_SECONDS = 1.0  # for which a publication waits for lost servers that may be back
+PROMPT, SAMPLED = 12, 12  # token ids of a probe
+KEPT = 20  # by top-k, where a server returns what it kept
 LISTS = ("tokens", "logp", "mass", "version", "entropy", "confidence", "kept")  # of a completion, token by token
 
 
-@dataclass(frozen=True)
-class ProbeRule:
-    """How answers of a server are compared with the published weights."""
+class PolicyProbe:
+    """Log-probabilities of a few tokens under the weights that were published, to compare with what a server says of them: it may
+    load weights and still answer with others (a tied head that kept its old values, a cache, a second copy), which no version and
+    no checksum shows. Keeps the model's structure and buffers, none of its weights.
 
-    probe: PolicyProbe
-    tolerance: float  # of the mean difference of log-probabilities
+    ``vocabulary``: ids below it occur in probes. ``tolerance``: of the mean difference."""
+
+    def __init__(self, model: PreTrainedModel, vocabulary: int, tolerance: float = 0.0) -> None:
+        buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+        parameters = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+        self.model = copy.deepcopy(model, {**parameters}).eval()  # the memo stands in for every weight
+        self.buffers, self.vocabulary, self.tolerance = buffers, vocabulary, tolerance
+
+    def prompt(self, version: int) -> list[int]:
+        """Token ids to continue, others for every version."""
+        random = torch.Generator().manual_seed(stable_seed(0, "probe", version) % 2**31)
+        return torch.randint(0, self.vocabulary, (PROMPT,), generator=random).tolist()
+
+    @torch.no_grad()
+    def logp(
+        self, weights: Mapping[str, Tensor], prompt: Sequence[int], tokens: Sequence[int], masks: Sequence[bytes] = ()
+    ) -> list[float]:
+        """Log-probabilities of ``tokens`` after ``prompt``, at temperature 1, each over the ids of its mask if there are some."""
+        wide = lambda t: t.to(torch.promote_types(t.dtype, torch.float32))  # noqa: E731  (a frozen base may be in half precision)
+        tensors = {name: wide(value) for name, value in weights.items()}
+        device = next(iter(tensors.values())).device
+        buffers = {name: value.to(device) for name, value in self.buffers.items()}
+        ids = torch.tensor([[*prompt, *tokens]], device=device)
+        out = functional_call(self.model, {**tensors, **buffers}, (), {"input_ids": ids, "use_cache": False})
+        rows = out.logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        for row, mask in zip(rows, masks):
+            row -= row[torch.frombuffer(bytearray(mask), dtype=torch.int32).long()].logsumexp(0)
+        return rows.gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
+
+
+def mean_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(len(ours), 1)
 
 
 @dataclass(frozen=True)
@@ -62,13 +99,13 @@ class RemoteGenerator:
         replicas: Sequence[Replica],
         limits: RemoteLimits,
         folder: WeightFolder,
-        rule: ProbeRule | None,
+        probe: PolicyProbe | None,
         decode: Callable[[list[int]], str],
         tell: Callable[[str], None],
         directory: Directory | None = None,
     ) -> None:
         self.replicas, self.limits, self.publisher = list(replicas), limits, WeightPublisher(folder)
-        self.rule, self.decode, self.tell = rule, decode, tell
+        self.probe, self.decode, self.tell = probe, decode, tell
         allow_many_files()
         self.version = self._newest = 0  # in use everywhere; being published
         self.fatal: GeneratorLost | None = None  # why nothing can be sampled any longer
@@ -137,7 +174,6 @@ class RemoteGenerator:
         self.publisher.forget_base()
 
     def close(self) -> None:
-        """Give the servers back."""
         for replica in self.replicas:
             replica.leave()
 
@@ -152,7 +188,6 @@ class RemoteGenerator:
         return {name: float(n) for name, n in (counts | ({"joined": self._joined} if self.directory else {})).items()}
 
     def describe(self) -> str:
-        """Which servers sample, and how."""
         if self.directory is not None:
             engines = sorted({str(replica.facts.get("engine") or replica.model) for replica in self.replicas})
             return f"generator actors: {len(self.alive())} ({'; '.join(engines)})"
@@ -226,7 +261,7 @@ class RemoteGenerator:
         return "".join(f"; {replica.url}: {replica.lost}" for replica in self.replicas)
 
     async def _came_back(self) -> list[Replica]:
-        """Those of ``_answering``; one that connects and does not answer does not hold up a publication, and is asked on."""
+        # those of `_answering`; one that connects and does not answer does not hold up a publication, and is asked on
         if self._asking is None or self._asking.get_loop() is not asyncio.get_running_loop():
             self._asking = asyncio.ensure_future(self._answering())
         await asyncio.wait([self._asking], timeout=REJOIN_SECONDS)
@@ -255,13 +290,12 @@ class RemoteGenerator:
         return [replica for replica, fault in zip(lost, answers) if fault is None]
 
     def _refuse(self, replica: Replica, fault: Exception) -> None:
-        """A server cannot be taken, or not yet. One of a directory says why, if it is the last hope; it was never in use."""
+        # A server cannot be taken, or not yet. One of a directory says why, if it is the last hope; it was never in use
         if self.directory is not None:
             replica.lost = str(fault)
             self._told.add(replica)
 
     async def _rejoin(self, replicas: Sequence[Replica]) -> None:
-        """Take servers that are new or were lost."""
         for replica in replicas:
             try:
                 await replica.attach(self.limits)
@@ -280,25 +314,25 @@ class RemoteGenerator:
     async def _publish_to(self, replica: Replica, weights: Mapping[str, Tensor], version: int) -> None:
         try:
             await replica.update(self.publisher.files_for(replica), version, weights)
-            if self.rule is not None:
-                await self._probe(replica, self.rule, weights, version)
+            if self.probe is not None:
+                await self._probe(replica, self.probe, weights, version)
         except ReplicaLost:
             return
         except ServerFault as fault:
             replica.lose(str(fault))
 
-    async def _probe(self, replica: Replica, rule: ProbeRule, weights: Mapping[str, Tensor], version: int) -> None:
+    async def _probe(self, replica: Replica, probe: PolicyProbe, weights: Mapping[str, Tensor], version: int) -> None:
         """Refuse a server whose answer does not come from the weights of ``version``."""
-        prompt = rule.probe.prompt(version)
+        prompt = probe.prompt(version)
         top_k = KEPT if replica.reported is Reported.WITH_MASK else 0
         sampling = Sampling(max_tokens=min(SAMPLED, self.limits.context - len(prompt)), top_k=top_k)
         part = await replica.sample("", prompt, sampling, version, version)
         tokens = part.completion.tokens
-        ours = rule.probe.logp(weights, prompt, tokens, part.completion.kept)
+        ours = probe.logp(weights, prompt, tokens, part.completion.kept)
         difference = mean_difference(ours, part.completion.logp)
         labels = set(part.versions) - {str(version)}
-        if labels or difference > rule.tolerance or not tokens:
-            away = f"is {difference:.3g} away on average (allowed: {rule.tolerance:g}); if the weights are right, its precision"
+        if labels or difference > probe.tolerance or not tokens:
+            away = f"is {difference:.3g} away on average (allowed: {probe.tolerance:g}); if the weights are right, its precision"
             # where the server itself names other weights, no tolerance mends that
             named = f"says that weights {sorted(labels)} sampled"
             what = named if labels else f"{away} differs: write --mismatch-tolerance"
@@ -381,11 +415,9 @@ class RemoteSession:
 
     @property
     def _placed(self) -> bool:
-        """Whether the dialogue is open on a server that is in use."""
         return self._replica is not None and not self._replica.lost and self._joined == self._replica.joined
 
     def _place(self) -> None:
-        """Open the dialogue on a server."""
         self._leave()
         # the server with the fewest open dialogues, the first of several
         self._replica = min(self._owner.alive(), key=lambda replica: replica.sessions)
@@ -415,7 +447,6 @@ class RemoteSession:
         return whole
 
     def fork(self, seed: int) -> RemoteSession:
-        """Open another dialogue with the same history."""
         return self._owner.open(seed)
 
     def park(self) -> None:

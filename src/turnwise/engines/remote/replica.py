@@ -77,6 +77,8 @@ class Replica:
         self.pool: HttpPool | ProcessLink = pool or HttpPool(address)
         self.device_weights: Any = None  # DeviceWeights or DeviceHandles: weights go this way, and not as files
         self.kind, self.facts, self.model = OURS, dict[str, Any](), ""
+        # what makes a server of ours refuse a run that lost it to another; what vLLM must be told in each request
+        self._owner, self._named = {"client": client}, dict[str, str]()
         self.lost = NOT_CONNECTED
         self.sessions = 0  # dialogues that are open there
         self.joined = 0  # how often it was attached: dialogues of an earlier time no longer exist there
@@ -121,6 +123,7 @@ class Replica:
             status, value = await look("/turnwise/v1/info")
             if status == 200 and isinstance(value, dict) and value.get("server") == OURS:
                 self.kind, self.facts, self.model = OURS, value, str(value.get("model"))
+                self._owner, self._named = {"client": self.client}, {}
                 return
             status, value = await look("/v1/models")
             rows = value.get("data") if isinstance(value, dict) else None
@@ -137,6 +140,7 @@ class Replica:
                 lacks = f"this server cannot take weights (GET /weight_info answers {status})"
                 raise SettingError(f"{flag}: {lacks}; start vLLM with {start_options(self.backend)}")
             self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
+            self._owner, self._named = {}, {"model": self.model}
         except ServerFault as fault:
             start = "start a server there: turnwise serve MODEL --address HOST:PORT"
             raise SettingError(f"{flag}: {fault}; {start}") from None
@@ -153,12 +157,11 @@ class Replica:
         if isinstance(paused, dict) and paused.get("is_paused"):
             return False
         params = sampling_params(Sampling(top_k=1, max_tokens=4), 0, ())
-        body = {"token_ids": [0], "sampling_params": params, **self._model}
+        body = {"token_ids": [0], "sampling_params": params, **self._named}
         self.reported = what_is_reported((await self.pool.call("/inference/v1/generate", body, self.seconds)).json())
         return True
 
     async def attach(self, limits: RemoteLimits) -> None:
-        """Take the server for this run."""
         self._changes, self._numbers, self.sessions, self.stop_ids = [], 0, 0, limits.stop_ids
         self.joined += 1
         self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
@@ -224,7 +227,7 @@ class Replica:
                 self._flushing = loop.create_task(self._flush())
 
     async def _flush(self) -> None:
-        """Send changes, in order. What happens while callbacks run is one message: the server applies it at once."""
+        # send changes, in order. What happens while callbacks run is one message: the server applies it at once
         while self._changes and not self.lost:
             for _ in range(LOOP_ROUNDS):
                 await asyncio.sleep(0)
@@ -235,7 +238,6 @@ class Replica:
                 await self.post("/turnwise/v1/sessions", body, None)
 
     async def flushed(self) -> None:
-        """Wait until the server knows all changes so far."""
         while self._flushing is not None and not self._flushing.done():
             await asyncio.shield(self._flushing)
         if self.lost:
@@ -258,7 +260,7 @@ class Replica:
             body |= {"client": self.client, "session": session}
         adapters = self.runtime_adapters
         if adapters is None:
-            value = await self.post("/inference/v1/generate", body | self._model, None)
+            value = await self.post("/inference/v1/generate", body | self._named, None)
         else:
             with adapters.using(version) as adapter:
                 value = await self.post("/inference/v1/generate", {**body, "model": adapter}, None)
@@ -273,15 +275,6 @@ class Replica:
                 raise self.lose(f"it does not return the ids that its filters kept; start it with {MASK_OPTIONS}")
         # labels of a server with adapters name its base; the adapter was named by the request
         return part if adapters is None else replace(part, versions=())
-
-    @property
-    def _owner(self) -> dict[str, str]:
-        """What makes a server of ours refuse a run that lost it to another."""
-        return {"client": self.client} if self.kind == OURS else {}
-
-    @property
-    def _model(self) -> dict[str, str]:
-        return {} if self.kind == OURS else {"model": self.model}
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
         """A reply as JSON. Refusals of one request are ``RequestRefused``; what says that the server is gone, ``ReplicaLost``."""
@@ -312,7 +305,7 @@ class Replica:
 
     @contextlib.contextmanager
     def _owes(self) -> Iterator[None]:
-        """While the server owes a reply, look whether it is alive."""
+        # while the server owes a reply, look whether it is alive
         self.owed += 1
         loop = asyncio.get_running_loop()
         if self._watch is None or self._watch.done() or self._watch.get_loop() is not loop:
@@ -434,10 +427,10 @@ async def until_free(pool: HttpPool, client: str, run: str) -> None:
 
 
 class Presence:
-    """Says regularly that ``client`` is alive, from a daemon thread: a server hears nothing while a run learns."""
+    """Says regularly that ``client`` is alive, from a daemon thread: a server hears nothing while a run learns. Ends with
+    ``owner``."""
 
     def __init__(self, pool: HttpPool, client: str, owner: object) -> None:
-        """``owner``: with it, the presence ends."""
         self.pool, self.client = pool, client
         self._ended = threading.Event()
         weakref.finalize(owner, self._ended.set)

@@ -74,9 +74,9 @@ def read_part(value: Any, stop_ids: frozenset[int]) -> SampledPart:
     finite = all(type(x) in NUMBERS and math.isfinite(x) for x in logp)
     expect(finite, "the reply holds a log-probability that is no finite number")
     mass, entropy, confidence = (_floats(ours.get(name), size, name) for name in ("mass", "entropy", "confidence"))
-    routes, kept = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
+    routes, masks = _routes(ours.get("routes")), read_sampling_mask(choice.get("sampling_mask"), tokens)
     sampled = (tokens, list(map(float, logp)), mass or [0.0] * size, [0] * size, stop)
-    done = Completion(*sampled, entropy=entropy, confidence=confidence, routes=routes, kept=kept)
+    done = Completion(*sampled, entropy=entropy, confidence=confidence, routes=routes, kept=masks)
     held = _floats([ours.get("seconds_held", 0.0)], 1, "seconds_held")[0]
     spans = choice.get("weight_versions")
     labels: list[str] = []

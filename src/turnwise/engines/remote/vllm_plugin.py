@@ -13,7 +13,6 @@ BACKEND = "turnwise_file"
 
 
 def register() -> None:
-    """Make the backend known under its name."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -21,8 +20,8 @@ def register() -> None:
 
 
 def repack_tied(model: Any) -> None:
-    """Let layers that share the weight of another one take it over. vLLM reloads the embedding of a tied model and not its head,
-    which on a CPU multiplies by a packed copy of the weight that it made when the model was loaded."""
+    # let layers that share the weight of another one take it over. vLLM reloads the embedding of a tied model and not its head,
+    # which on a CPU multiplies by a packed copy of the weight that it made when the model was loaded
     owners: set[int] = set()
     for layer in model.modules():
         weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)

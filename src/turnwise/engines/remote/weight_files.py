@@ -154,7 +154,6 @@ class WeightPublisher:
             self._base = _Base(SentBase(weights.base))
 
     def _way(self, replica: Replica) -> str:
-        """How this version reaches a server."""
         if self._base is not None and replica.loads_adapters:
             # one rank and one scale must describe all adapters, as a PEFT configuration needs
             shapes = {(a.down.shape[0], a.scale) for a in self._weights.adapters.values()}
@@ -237,7 +236,7 @@ def _form(replica: Replica) -> Form:
 
 
 def _base_form(replica: Replica) -> Form:
-    """A base to which adapters are added each time keeps its dtype: rounding it would round the policy."""
+    # A base to which adapters are added each time keeps its dtype: rounding it would round the policy
     return _form(replica) if replica.adapters_beside else ()
 
 
@@ -267,14 +266,13 @@ def write_peft_folder(folder: Path, adapters: Mapping[str, Adapter]) -> WeightFi
 
 
 def reserve(path: Path, size: int) -> None:
-    """Take the room of a file at once: a page that a full file system cannot give would end the process that touches it."""
+    # take the room of a file at once: a page that a full file system cannot give would end the process that touches it
     with path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -312,7 +310,6 @@ BOOT, NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/p
 
 
 def owned_prefix(kind: str) -> str:
-    """How names of this process begin."""
     return f"{kind}{_machine()}-{os.getpid()}-"
 
 
@@ -328,7 +325,7 @@ def remove_orphans(base: Path, kind: str) -> None:
 
 @functools.cache
 def _machine() -> str:
-    """This machine since its last start, and this container of it."""
+    # this machine since its last start, and this container of it
     facts = [socket.gethostname(), "", ""]
     for n, read in enumerate((BOOT.read_text, lambda: os.readlink(NAMESPACE)), 1):
         with contextlib.suppress(OSError):
