@@ -152,7 +152,7 @@ def make_app(sessions: Sessions, max_waiting: int = 4096) -> Starlette:
     ]
     routes += [Route("/s/{key}", api.abandon, methods=["DELETE"]), Route("/sessions", api.take, methods=["POST"])]
     handlers: Mapping[Any, Any] = {CallRefused: _refused, EnvironmentFault: _refused, ClientDisconnect: _gone}
-    return Starlette(routes=routes, exception_handlers={**handlers, 404: _unknown_path, 405: _unknown_path})
+    return Starlette(routes=routes, exception_handlers={**handlers, 404: _refused, 405: _refused})
 
 
 def _key(request: Request) -> str:
@@ -180,19 +180,15 @@ async def read_body(request: Request, empty: bool = False) -> tuple[dict[str, An
     return value, bytes(received)
 
 
-async def _refused(request: Request, fault: Exception) -> Response:
-    return _refusal(request, getattr(fault, "code", "invalid_request"), str(fault))
-
-
-async def _unknown_path(request: Request, fault: Any) -> Response:
-    paths = "known: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /sessions, /step, /reward"
-    return _refusal(request, "not_found", f"no {request.method} {request.url.path[:80]}; {paths}", fault.status_code)
-
-
-def _refusal(request: Request, code: str, message: str, status: int = 0) -> Response:
+async def _refused(request: Request, fault: Any) -> Response:
+    """A refusal of ours, or Starlette's of a path or method that it does not know."""
+    code, text = getattr(fault, "code", "invalid_request"), str(fault)
+    if status := getattr(fault, "status_code", 0):
+        paths = "known: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /sessions, /step, /reward"
+        code, text = "not_found", f"no {request.method} {request.url.path[:80]}; {paths}"
     # in the format of the client, as far as the path shows it
     wire = MESSAGES if "/v1/messages" in request.url.path else CHAT
-    return JSONResponse(wire.error_body(code, message), status_code=status or STATUS.get(code, 400))
+    return JSONResponse(wire.error_body(code, text), status_code=status or STATUS.get(code, 400))
 
 
 async def _gone(request: Request, fault: Exception) -> Response:

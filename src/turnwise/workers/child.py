@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 from turnwise.workers.process import pack, unpack
@@ -50,7 +51,7 @@ def serve_concurrently(connection: Connection, answer: Callable[[bytes], Awaitab
         for number, payload in records:
             if payload:
                 tasks[number] = loop.create_task(respond(number, payload))
-                tasks[number].add_done_callback(lambda _, ended=number: tasks.pop(ended, None))
+                tasks[number].add_done_callback(partial(tasks.pop, number))
             elif number in tasks:
                 tasks[number].cancel()
 

@@ -117,12 +117,13 @@ class RemoteGenerator:
         self.directory, self._joined = directory, 0
         self._changing = asyncio.Lock()  # who attaches servers and loads weights
 
-    async def attach(self, gone: Mapping[Replica, str] | None = None) -> None:
+    async def attach(self, gone: Mapping[Replica, str] = {}) -> None:
         """Take every server, after it was identified, but those that are ``gone``. ``SettingError`` where none is left."""
         for replica in self.replicas:
+            if replica in gone:
+                replica.lost = gone[replica]
+                continue
             try:
-                if reason := (gone or {}).get(replica, ""):
-                    raise ServerFault(reason)
                 await replica.attach(self.limits)
             except ServerFault as fault:
                 replica.lost = str(fault)

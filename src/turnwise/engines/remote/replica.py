@@ -128,10 +128,8 @@ class Replica:
             status, value = await look("/v1/models")
             rows = value.get("data") if isinstance(value, dict) else None
             if status != 200 or not isinstance(rows, list) or not rows:
-                none = f"this is no generator server (GET /v1/models answers {status})"
-                raise SettingError(
-                    f"{flag}: {none}; write the address of `turnwise serve` or `vllm serve`, without /v1"
-                )
+                cure = "write the address of `turnwise serve` or `vllm serve`, without /v1"
+                raise SettingError(f"{flag}: this is no generator server (GET /v1/models answers {status}); {cure}")
             status, _ = await look("/weight_info")
             # a server that has this call refuses a nameless adapter; one that does not, the route
             offered = await self.pool.call(LOAD, {"lora_name": "", "lora_path": ""}, ASK_SECONDS)

@@ -78,10 +78,8 @@ class WeightFolder:
             remove_orphans(base, KIND)
             self.path = Path(tempfile.mkdtemp(prefix=owned_prefix(KIND), dir=base))
         except OSError as fault:
-            raise SettingError(
-                f"weights cannot be written to {base} ({fault.strerror}); write --generator-weights FOLDER with a folder that "
-                "this process and the servers can use"
-            ) from None
+            cure = "write --generator-weights FOLDER with a folder that this process and the servers can use"
+            raise SettingError(f"weights cannot be written to {base} ({fault.strerror}); {cure}") from None
         self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)  # also when the process ends
 
     def write(
@@ -111,10 +109,8 @@ class WeightFolder:
             if self.path.parent == SHARED_MEMORY and not self.chosen:  # 64 MiB in a container, unless it was given more
                 self._use(Path(tempfile.gettempdir()))
                 return self.write(weights, version, dtypes, kind, form)
-            raise StoreError(
-                f"weights cannot be written to {path} ({fault}); write --generator-weights FOLDER with more room, or give more "
-                "shared memory (docker run --shm-size)"
-            ) from fault
+            cure = "write --generator-weights FOLDER with more room, or give more shared memory (docker run --shm-size)"
+            raise StoreError(f"weights cannot be written to {path} ({fault}); {cure}") from fault
         files = {old: NAME.fullmatch(old.name) for old in self.path.glob(f"{kind}-*.safetensors")}
         versions = {old: int(match[1]) for old, match in files.items() if match}
         latest = {version, *sorted({*versions.values()})[-KEPT:]}
@@ -173,7 +169,7 @@ class WeightPublisher:
             factors, described = factors_of(self._weights.adapters)
             self._adapters = replace(self._write(factors, ADAPTERS), adapters=described)
         for replica in by_way[ADAPTERS]:
-            base, form = self._base, _base_form(replica)
+            base, form = self._base, _form(replica, BASE)
             assert base is not None
             if form not in base.files and not (replica.base and replica.base == base.digests.get(form)):
                 base.files[form] = self._write(base.sent.weights, BASE, form)
@@ -186,7 +182,7 @@ class WeightPublisher:
             loaded = {v for r in by_way[FOLDER] if r.runtime_adapters for v in r.runtime_adapters.loaded}
             for old in [v for v in self._folders if v != self.version and v not in loaded]:
                 shutil.rmtree(self._folders.pop(old).path, ignore_errors=True)
-        forms = {_form(replica) for replica in by_way[WEIGHTS]}
+        forms = {_form(replica, WEIGHTS) for replica in by_way[WEIGHTS]}
         if not replicas and self._base is None:
             forms = {()}
         for form in forms - self._whole.keys():
@@ -207,8 +203,8 @@ class WeightPublisher:
             case "device":
                 return []
             case "weights":
-                return [self._whole[_form(replica)]]
-        base, form = self._base, _base_form(replica)
+                return [self._whole[_form(replica, WEIGHTS)]]
+        base, form = self._base, _form(replica, BASE)
         assert base is not None and self._adapters is not None
         adapters = replace(self._adapters, base=base.digests[form])
         return [adapters] if replica.base == adapters.base else [base.files[form], adapters]
@@ -231,13 +227,9 @@ class WeightPublisher:
         return weights
 
 
-def _form(replica: Replica) -> Form:
-    return tuple(sorted(replica.dtypes.items()))
-
-
-def _base_form(replica: Replica) -> Form:
-    # A base to which adapters are added each time keeps its dtype: rounding it would round the policy
-    return _form(replica) if replica.adapters_beside else ()
+def _form(replica: Replica, kind: str) -> Form:
+    # a base to which adapters are added each time keeps its dtype: rounding it would round the policy
+    return tuple(sorted(replica.dtypes.items())) if kind == WEIGHTS or replica.adapters_beside else ()
 
 
 def write_peft_folder(folder: Path, adapters: Mapping[str, Adapter]) -> WeightFile:
@@ -279,19 +271,20 @@ def checksum(path: Path) -> str:
 
 def read_weights(described: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], str]:
     """The tensors of the file that an ``update_info`` describes, and its checksum. Those of a base can be released."""
-    path, expected = described.get("path"), described.get("sha256")
-    if not isinstance(path, str) or not isinstance(expected, str):
-        raise SettingError("'update_info' names no path and sha256; write those of a file of weights")
+    path: Any = described.get("path")
+    expected: Any = described.get("sha256")
+    named = isinstance(path, str) and isinstance(expected, str)
     # a client that knows the token must not read any other file of this machine
-    if not Path(path).is_absolute() or not NAME.fullmatch(Path(path).name):
-        raise SettingError(f"{path[:200]!r} is no file of weights; write an absolute path to weights-N.safetensors")
+    if not named or not Path(path).is_absolute() or not NAME.fullmatch(Path(path).name):
+        other = f"{path!r:.200} is no file of weights; write an absolute path to weights-N.safetensors"
+        raise SettingError(
+            other if named else "'update_info' names no path and sha256; write those of a file of weights"
+        )
     try:
         content = Path(path).read_bytes()
     except OSError as fault:
-        raise StoreError(
-            f"{path[:200]} cannot be read here ({fault.strerror}); trainer and server on two machines need "
-            "--generator-weights FOLDER with a folder that both see under the same path"
-        ) from None
+        cure = "trainer and server on two machines need --generator-weights FOLDER with a folder that both see under one path"
+        raise StoreError(f"{path[:200]} cannot be read here ({fault.strerror}); {cure}") from None
     if (digest := hashlib.sha256(content).hexdigest()) != expected:
         raise StoreError(f"{path[:200]} has the checksum {digest[:12]}, not {expected[:12]}: it was changed or cut")
     try:
