@@ -263,7 +263,7 @@ def _read_calls(value: Any) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
     faults: list[str] = []
     for n, item in enumerate(rows):
         function: Any = item.get("function") if isinstance(item, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
+        name: Any = function.get("name") if isinstance(function, Mapping) else None
         expect(isinstance(name, str), "tool_calls[{}] of the reply has no function with a name", n)
         # a JSON text by the protocol; some servers send the object itself, or nothing for none
         arguments = given = function.get("arguments")

@@ -77,8 +77,7 @@ class Replica:
         self.pool: HttpPool | ProcessLink = pool or HttpPool(address)
         self.device_weights: Any = None  # DeviceWeights or DeviceHandles: weights go this way, and not as files
         self.kind, self.facts, self.model = OURS, dict[str, Any](), ""
-        # what makes a server of ours refuse a run that lost it to another; what vLLM must be told in each request
-        self._owner, self._named = {"client": client}, dict[str, str]()
+        self._owner, self._named = dict[str, str](), dict[str, str]()
         self.lost = NOT_CONNECTED
         self.sessions = 0  # dialogues that are open there
         self.joined = 0  # how often it was attached: dialogues of an earlier time no longer exist there
@@ -123,7 +122,7 @@ class Replica:
             status, value = await look("/turnwise/v1/info")
             if status == 200 and isinstance(value, dict) and value.get("server") == OURS:
                 self.kind, self.facts, self.model = OURS, value, str(value.get("model"))
-                self._owner, self._named = {"client": self.client}, {}
+                self._named = {}
                 return
             status, value = await look("/v1/models")
             rows = value.get("data") if isinstance(value, dict) else None
@@ -138,7 +137,7 @@ class Replica:
                 lacks = f"this server cannot take weights (GET /weight_info answers {status})"
                 raise SettingError(f"{flag}: {lacks}; start vLLM with {start_options(self.backend)}")
             self.kind, self.facts, self.model = VLLM, dict(rows[0]), str(rows[0].get("id"))
-            self._owner, self._named = {}, {"model": self.model}
+            self._named = {"model": self.model}
         except ServerFault as fault:
             start = "start a server there: turnwise serve MODEL --address HOST:PORT"
             raise SettingError(f"{flag}: {fault}; {start}") from None
@@ -161,6 +160,8 @@ class Replica:
 
     async def attach(self, limits: RemoteLimits) -> None:
         self._changes, self._numbers, self.sessions, self.stop_ids = [], 0, 0, limits.stop_ids
+        # makes a server of ours refuse a run that lost it to another
+        self._owner = {"client": self.client} if self.kind == OURS else {}
         self.joined += 1
         self.lost = NOT_CONNECTED  # and no longer the reason of an earlier loss
         if self.kind == OURS:
