@@ -58,8 +58,8 @@ def unsupported_reasons(recipe: Recipe, has: frozenset[Signal]) -> list[str]:
     missing = {MEASURED_WITH.get(s, s) for s in recipe.objective.signals - has}
     if missing & TOKEN_CRITIC:
         missing -= {Signal.SECOND_VALUE}  # a trainer without a critic has no second one either
-    roots = (recipe.advantage, recipe.reward, recipe.ratio, recipe.gate, recipe.keep, recipe.gradient)
-    roots += tuple(weighted for weighted in recipe.penalties if weighted.weight)
+    roots: list[Piece] = [recipe.advantage, recipe.reward, recipe.ratio, recipe.gate, recipe.keep, recipe.gradient]
+    roots += [weighted for weighted in recipe.penalties if weighted.weight]
     reasons = [f"needs {SIGNAL_MEANING.get(s, str(s))}" for s in sorted(missing)]
     return [f"it {reason}" for reason in (*reasons, *learner_reasons(recipe), *unavailable_inputs(recipe, roots))]
 

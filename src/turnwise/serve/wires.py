@@ -237,7 +237,7 @@ def _response_body(replies: Replies, number: int, body: Mapping[str, Any]) -> Bo
         items.append({"type": "reasoning", "id": f"rs_{number}", "summary": summary})
     calls = message.get("tool_calls", ())
     if message.get("content") or not calls:  # a reply of nothing is an empty text
-        part = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
+        part: Body = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
         head = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed"}
         items.append({**head, "content": [part]})
     for n, call in enumerate(calls):
@@ -369,10 +369,11 @@ def _message_events(replies: Replies, number: int, body: Mapping[str, Any]) -> I
     yield _event("message_start", message={**whole, "content": [], "stop_reason": None})
     for index, block in enumerate(whole["content"]):
         kind = block["type"]  # a block opens empty, and one delta fills it
+        empty: Body = {"input": {}} if kind == "tool_use" else {kind: ""}
         if kind == "tool_use":
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
-            empty, delta = {kind: ""}, {"type": DELTAS[kind], kind: block[kind]}
+            delta = {"type": DELTAS[kind], kind: block[kind]}
         yield _event("content_block_start", index=index, content_block={**block, **empty})
         yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
