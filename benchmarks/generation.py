@@ -14,9 +14,8 @@ import json
 
 import torch
 
-from turnwise.bench.generation import Engine, continuous, local, measure, stock, vllm
+from turnwise.bench.generation import Engine, continuous, local, measure, standard, stock, vllm
 from turnwise.bench.models import small
-from turnwise.bench.workloads import standard
 from turnwise.engines.generator.generator import LocalGenerator
 
 

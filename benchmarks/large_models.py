@@ -24,11 +24,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from turnwise import recipes
-from turnwise.bench.generation import local
+from turnwise.bench.generation import equal, local
 from turnwise.bench.hardware_limits import HardwareLimits, synchronize
 from turnwise.bench.learning import batch_of
 from turnwise.bench.models import parameters
-from turnwise.bench.workloads import equal
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 

@@ -28,10 +28,9 @@ from typing import Any
 import torch
 from large_models import make
 
-from turnwise.bench.generation import local
+from turnwise.bench.generation import Workload, equal, local
 from turnwise.bench.hardware_limits import synchronize
 from turnwise.bench.models import small
-from turnwise.bench.workloads import Workload, equal
 from turnwise.core.records import Completion, Sampling
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.kv_cache import PAGE, CacheChoice

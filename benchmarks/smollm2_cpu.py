@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from turnwise.bench.generation import local, measure, stock, vllm
-from turnwise.bench.workloads import equal
+from turnwise.bench.generation import equal, local, measure, stock, vllm
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.models.fetch import home
 

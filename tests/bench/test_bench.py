@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.bench import generation, hardware_limits, learning, report, step_worker, table, training_step, workloads
+from turnwise.bench import generation, hardware_limits, learning, report, step_worker, table, training_step
 from turnwise.bench import models as shapes
 from turnwise.bench.report import BenchRow
 from turnwise.cli.main import main
@@ -60,10 +60,10 @@ def test_small_and_large_are_the_models_they_say():
 
 
 def test_workloads_have_the_stated_sizes():
-    load = workloads.equal(3, 5, 7, seed=1)
+    load = generation.equal(3, 5, 7, seed=1)
     assert load.tokens == 21 and [len(p) for p in load.prompts] == [5] * 3
-    assert load.prompts != workloads.equal(3, 5, 7, seed=2).prompts  # no prefix cache may help
-    by_name = {load.name: load for load in workloads.standard()}
+    assert load.prompts != generation.equal(3, 5, 7, seed=2).prompts  # no prefix cache may help
+    by_name = {load.name: load for load in generation.standard()}
     assert by_name["dialogue"].tokens == 64 * 4 * 24 and len(by_name["ragged"].prompts) == 256
 
 
@@ -83,14 +83,14 @@ def test_a_table_in_markdown_and_json():
 def test_engines_alternate_and_the_first_round_warms_up():
     calls: list[str] = []
     engines = {name: lambda load, name=name: calls.append(name) for name in ("a", "b")}
-    rates, _ = generation.measure(engines, lambda n: workloads.equal(2, 2, 2), 2)
+    rates, _ = generation.measure(engines, lambda n: generation.equal(2, 2, 2), 2)
     assert calls == ["a", "b"] * 3 and set(rates) == {"a", "b"}
 
 
 def test_both_generators_sample_the_same_number():
     net = SETUP.model()
     generator = LocalGenerator(net, slots=3, context=64, stop_ids=())
-    load = workloads.ragged(3, vocabulary=512)
+    load = generation.ragged(3, vocabulary=512)
     load = replace(load, new_tokens=[[2], [5], [3]], prompts=[p[:8] for p in load.prompts])
     done = generation.local(generator)(load)
     assert [len(c.tokens) for c in done] == [2, 5, 3]

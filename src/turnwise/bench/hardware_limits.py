@@ -38,13 +38,6 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / fastest(lambda: b.copy_(a), device)
 
 
-def matrix_peak(device: str, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large square matrix product."""
-    n = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / fastest(lambda: a @ b, device)
-
-
 @dataclass(frozen=True)
 class HardwareLimits:
     """What this machine reaches on large copies and matrix products."""
@@ -54,7 +47,10 @@ class HardwareLimits:
 
     @classmethod
     def measured(cls, device: str, dtype: torch.dtype) -> HardwareLimits:
-        return cls(copy_bandwidth(device), matrix_peak(device, dtype))
+        n = 8192 if device == "cuda" else 1024
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        peak = 2 * n**3 / fastest(lambda: a @ b, device)  # a large square product needs 2 n³ operations
+        return cls(copy_bandwidth(device), peak)
 
     def generation(self, model: Any, batch: int, prompt: int, new: int, width: int) -> float:
         """Tokens/s = B / max(reads / bandwidth, 2 N B / peak): a decode step reads every weight once and the KV cache of every

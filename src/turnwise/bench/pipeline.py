@@ -76,9 +76,7 @@ class _Rollouts:
     changed: bool = False  # since the batch was composed: a turn was asked for, or an episode ended
     batch_end: float = 0.0  # the clock after which such a change ends the batch
     paused: bool = False
-    sampling: list[tuple[float, int, _Episode]] = field(
-        default_factory=list
-    )  # heap by the clock at the end of the turn
+    sampling: list[tuple[float, int, _Episode]] = field(default_factory=list)  # heap by the clock at a turn's end
     acting: list[tuple[float, int, _Episode]] = field(default_factory=list)  # heap by time
     waiting: deque[tuple[float, _Episode]] = field(default_factory=deque)
     left: dict[int, int] = field(default_factory=dict)  # unfinished episodes of each running group
@@ -100,26 +98,22 @@ class _Rollouts:
             return
         episode.acting = turn.seconds
         self.waiting.append((turn.tokens, episode))
-        self._fill()
+        self._admit()
 
     def remove(self, groups: Collection[int]) -> None:
         """Cancel the episodes of groups that run, and forget those that are ready."""
-        kept = lambda entry: entry[-1].group not in groups  # noqa: E731
-        self.sampling, self.acting = list(filter(kept, self.sampling)), list(filter(kept, self.acting))
-        self.waiting = deque(filter(kept, self.waiting))
+        stays = lambda entry: entry[-1].group not in groups  # noqa: E731
+        self.sampling, self.acting = list(filter(stays, self.sampling)), list(filter(stays, self.acting))
+        self.waiting = deque(filter(stays, self.waiting))
         heapq.heapify(self.sampling)
         heapq.heapify(self.acting)
         self.left = {group: n for group, n in self.left.items() if group not in groups}
         self.ready = [group for group in self.ready if group not in groups]
-        self._fill()
+        self._admit()
 
-    def _fill(self) -> None:
-        """Admit what waits, where that needs no batch boundary."""
-        if not self.deterministic:
-            self._admit()
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.sampling) < self.pipeline.slots:
+    def _admit(self, boundary: bool = False) -> None:
+        """Admit what waits; a deterministic generator does so at a batch boundary only."""
+        while (boundary or not self.deterministic) and self.waiting and len(self.sampling) < self.pipeline.slots:
             tokens, episode = self.waiting.popleft()
             self.tokens += tokens
             heapq.heappush(self.sampling, (self.clock + tokens, next(self.order), episode))
@@ -131,7 +125,7 @@ class _Rollouts:
         if self.deterministic and not (self.sampling and (self.clock < self.batch_end or not self.changed)):
             if self.acting:
                 return False
-            self._admit()
+            self._admit(boundary=True)
             self.batch_end, self.changed = self.clock + self.pipeline.tick, False
         return bool(self.sampling)
 
@@ -153,7 +147,7 @@ class _Rollouts:
             if then == sampled:
                 _, _, episode = heapq.heappop(self.sampling)
                 heapq.heappush(self.acting, (then + episode.acting, next(self.order), episode))
-                self._fill()
+                self._admit()
             elif then == answered:
                 self._next_turn(heapq.heappop(self.acting)[2])
             elif then == limit:
@@ -203,14 +197,7 @@ def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 6
         rollouts.paused = False
         ends.append(rollouts.now)
         marks.append((rollouts.tokens, rollouts.busy, dropped))
-    return _result(p, ends, marks, oldest, warm_up)
-
-
-def _result(
-    p: Pipeline, ends: Sequence[float], marks: Sequence[tuple[float, float, int]], oldest: int, first: int
-) -> PipelineResult:
-    span, count = ends[-1] - ends[first - 1], len(ends) - first
-    (tokens_before, busy_before, dropped_before), (tokens, busy, dropped) = marks[first - 1], marks[-1]
-    shares = (busy - busy_before) / span, p.learn * count / span
-    dropped_each = (dropped - dropped_before) / count
-    return PipelineResult(span / count, (tokens - tokens_before) / span, *shares, oldest, dropped_each)
+    # what lies between the last step of the warm-up and the last of all
+    span, count = ends[-1] - ends[warm_up - 1], steps - warm_up
+    tokens, busy, late_groups = (after - before for before, after in zip(marks[warm_up - 1], marks[-1]))
+    return PipelineResult(span / count, tokens / span, busy / span, p.learn * count / span, oldest, late_groups / count)

@@ -40,15 +40,12 @@ def with_ratio_to(rows: Iterable[BenchRow], reference: str) -> list[BenchRow]:
 
 def cells(row: BenchRow) -> dict[str, str]:
     """The formatted cells of a row."""
+    digits = 3 if row.value is not None and row.value < 20 else 0
     return {
         "part": row.part,
         "load": row.load,
         "who": row.who,
-        "value": "–"
-        if row.value is None
-        else f"{row.value:,.3f} {row.unit}"
-        if row.value < 20
-        else f"{row.value:,.0f} {row.unit}",
+        "value": "–" if row.value is None else f"{row.value:,.{digits}f} {row.unit}",
         "times better": "" if row.times is None else f"{row.times:.2f}",
         "of the limit": "" if row.of_limit is None else f"{row.of_limit:.1%}",
         "note": row.note,

@@ -18,15 +18,13 @@ from turnwise.bench.models import BenchSetup, parameters, setup_for
 from turnwise.bench.report import PARTS, BenchRow
 from turnwise.errors import SettingError
 
-ReportProgress = Callable[[str], None]
-
 
 def measure(
     device: str = "auto",
     quick: bool = False,
     threads: int = 0,
     parts: tuple[str, ...] = PARTS,
-    report_progress: ReportProgress = print,
+    report_progress: Callable[[str], None] = print,
     keep: Callable[[dict[str, Any], list[BenchRow]], object] = lambda facts, rows: None,
 ) -> tuple[dict[str, Any], list[BenchRow]]:
     """(facts about the machine, the rows). Calls ``keep`` with them after each part, so that an interrupted run keeps its
@@ -38,42 +36,33 @@ def measure(
     setup = setup_for(device, quick)
     report_progress(f"limits of {machine(setup)}: copies and matrix products")
     limits = HardwareLimits.measured(setup.device, setup.dtype)
-    jobs = _jobs(setup, limits, quick)
-    rows: list[BenchRow] = []
-    for part, job in jobs:
-        if part in parts:
-            rows += _run_part(part, job, report_progress)
-            keep(facts(setup, limits), rows)
-    return facts(setup, limits), rows
-
-
-def _jobs(setup: BenchSetup, limits: HardwareLimits, quick: bool) -> list[tuple[str, Callable[[], list[BenchRow]]]]:
-    gpu = setup.device == "cuda"
-    threads, count = torch.get_num_threads(), (2 if quick else 4) if gpu else 3 if quick else 9
-    size = setup.step if gpu else None
+    gpu, workers = setup.device == "cuda", torch.get_num_threads()
+    steps, size = ((2 if quick else 4), setup.step) if gpu else ((3 if quick else 9), None)
+    rounds = min(setup.repeats, 2) if gpu else setup.repeats
     jobs: list[tuple[str, Callable[[], list[BenchRow]]]] = [
-        ("generation", lambda: generation.rows(setup, limits, min(setup.repeats, 2) if gpu else setup.repeats)),
+        ("generation", lambda: generation.rows(setup, limits, rounds)),
         ("learning", lambda: learning.rows(setup, limits, setup.repeats)),
-        ("step", lambda: training_step.rows("single", setup.device, size, count, threads)),
+        ("step", lambda: training_step.rows("single", setup.device, size, steps, workers)),
     ]
     if not gpu and not quick:
-        jobs.append(("step", lambda: training_step.rows("tools", setup.device, None, count, threads)))
+        jobs.append(("step", lambda: training_step.rows("tools", setup.device, None, steps, workers)))
     if not gpu:
         jobs.append(("memory", memory.rows))
-    return jobs
-
-
-def _run_part(part: str, job: Callable[[], list[BenchRow]], report_progress: ReportProgress) -> list[BenchRow]:
-    report_progress(f"measuring {part}")
-    began = time.perf_counter()
-    try:
-        rows = job()
-    except Exception as fault:  # an incomplete table is better than none
-        why = (str(fault).strip().splitlines() or [""])[-1][:160]
-        rows = [BenchRow(part, "", "turnwise", None, "", note=f"failed: {type(fault).__name__}: {why}")]
-    gc.collect()  # memory of one part must not count towards the next
-    report_progress(f"  {time.perf_counter() - began:.0f} s")
-    return rows
+    rows: list[BenchRow] = []
+    for part, job in jobs:
+        if part not in parts:
+            continue
+        report_progress(f"measuring {part}")
+        began = time.perf_counter()
+        try:
+            rows += job()
+        except Exception as fault:  # an incomplete table is better than none
+            why = (str(fault).strip().splitlines() or [""])[-1][:160]
+            rows.append(BenchRow(part, "", "turnwise", None, "", note=f"failed: {type(fault).__name__}: {why}"))
+        gc.collect()  # memory of one part must not count towards the next
+        report_progress(f"  {time.perf_counter() - began:.0f} s")
+        keep(facts(setup, limits), rows)
+    return facts(setup, limits), rows
 
 
 def machine(setup: BenchSetup) -> str:
