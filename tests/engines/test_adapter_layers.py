@@ -58,10 +58,10 @@ def test_adapters_switched_off_are_the_base_model(kit):
     base = packed_forward.prepare(make(kit, "llama"))
     s = sequences([9, 5], kit.vocabulary)
     with torch.no_grad(), lora.disabled(model):
-        assert not llama_layers.fast_path(model.get_decoder()).adapted
+        assert lora.adapter_of(model.get_decoder().layers[0].self_attn.q_proj) is None
         off = packed_forward.hidden_states(model, s)
     torch.testing.assert_close(off, packed_forward.hidden_states(base, s), rtol=1e-5, atol=1e-6)
-    assert llama_layers.fast_path(model.get_decoder()).adapted
+    assert lora.adapter_of(model.get_decoder().layers[0].self_attn.q_proj) is not None
     assert not torch.allclose(packed_forward.hidden_states(model, s), off, atol=1e-3)
 
 
