@@ -344,9 +344,10 @@ class _ExpertItems(LiveReplay):
             rng = random.Random(f"{self.sources.seed}/{step}/{group.id}")
             parents = {t.fork.parent for t in group.trajectories if t.fork is not None}
             items = list(group.trajectories)
-            for i, t in enumerate(items if expert is not None else ()):
+            for i, t in enumerate(group.trajectories):
                 # a trajectory that others fork from stays: its turns are their context
-                if rng.random() < self.rule.share and t.origin == Origin.POLICY and t.id not in parents:
+                free = t.origin == Origin.POLICY and t.id not in parents
+                if expert is not None and rng.random() < self.rule.share and free:
                     items[i] = replace(expert, id=f"{group.id}/expert{i}")
             mixed.append(replace(group, trajectories=tuple(items)))
         return mixed

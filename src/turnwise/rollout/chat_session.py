@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise.core.chat import ChatModel, ChatReply
-from turnwise.core.protocols import Action, Generator, Session, ToolCall
+from turnwise.core.protocols import Action, Generator, ToolCall
 from turnwise.core.records import Completion, Message, Sampling
 from turnwise.errors import ContextOverflow
 from turnwise.rollout.conversion import AS_JSON, as_field
+from turnwise.rollout.episode import UnforkedSession
 from turnwise.rollout.parsers.syntax import ParsedTurn, tool_names
 from turnwise.rollout.parsers.table import HERMES, SYNTAXES
 from turnwise.rollout.renderer import Dialogue, Renderer
@@ -25,7 +26,7 @@ UNKNOWN_ID = -1  # stands for each token that a server has counted; the ids them
 NO_REPLY = "(no reply)"
 
 
-class ChatSession:
+class ChatSession(UnforkedSession):
     """One dialogue with a ``ChatModel``. The first argument of ``generate`` is not read: the model gets the messages."""
 
     def __init__(self, model: ChatModel, seed: int) -> None:
@@ -68,18 +69,6 @@ class ChatSession:
         seed = self.seed + len(self.actions)
         self._reply = reply = await self.model.reply(sent, sampling, seed, self.dialogue.tools)
         return Completion([UNKNOWN_ID] * reply.tokens, (), (), (), reply.stop, reply.seconds)
-
-    def fork(self, seed: int) -> Session:
-        raise NotImplementedError("a served dialogue cannot be forked")
-
-    def park(self) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def read_action(reply: ChatReply, tools: Sequence[dict[str, Any]]) -> tuple[Action, str]:
@@ -128,26 +117,17 @@ def as_sent(messages: Sequence[Message], actions: Sequence[tuple[Action, str]]) 
             open_calls.remove(answered)
             out.append({"role": "tool", "tool_call_id": answered, "content": message["content"]})
             continue
-        out += [_closed(call) for call in open_calls]
+        out += [{"role": "tool", "tool_call_id": call, "content": NO_REPLY} for call in open_calls]
         open_calls = []
         if n in taken:
             action, beside = taken[n]
-            out.append(_assistant(action, beside))
+            calls = {"content": beside or None, "tool_calls": as_field(action.calls, AS_JSON)} if action.calls else {}
+            out.append({"role": "assistant", "content": beside, **calls})
             open_calls = [call.id for call in action.calls]
         else:
             role = "user" if message["role"] == "tool" else message["role"]
             out.append({"role": role, "content": message["content"]})
-    return out + [_closed(call) for call in open_calls]
-
-
-def _assistant(action: Action, beside: str) -> Message:
-    if not action.calls:
-        return {"role": "assistant", "content": beside}
-    return {"role": "assistant", "content": beside or None, "tool_calls": as_field(action.calls, AS_JSON)}
-
-
-def _closed(call: str) -> Message:
-    return {"role": "tool", "tool_call_id": call, "content": NO_REPLY}
+    return out + [{"role": "tool", "tool_call_id": call, "content": NO_REPLY} for call in open_calls]
 
 
 class LocalChat:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from turnwise.core.protocols import Action, Session, Step
 from turnwise.core.records import Completion, Facts, Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
 from turnwise.errors import ContextOverflow, EnvironmentFault, RenderError, ServerFault
-from turnwise.rollout.renderer import Dialogue
+from turnwise.rollout.renderer import Dialogue, Renderer
+
+if TYPE_CHECKING:
+    from turnwise.rollout.chat_session import ChatSession  # plays the same loop without ids
 
 
 @dataclass(frozen=True)
@@ -85,22 +88,16 @@ class EpisodeLimits:
     history: int = 0  # how many of the latest observations are visible; 0: all
 
 
-class DialogueRenderer(Protocol):
-    """Keeps a dialogue between messages and what the session reads: ``Renderer``, or a ``ChatSession``."""
+class UnforkedSession:
+    """What sessions without a generator share: nothing to park, cancel or close, and no state to fork."""
 
-    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), history: int = 0) -> Dialogue: ...
+    def fork(self, seed: int) -> Session:
+        raise NotImplementedError(f"a {type(self).__name__} cannot be forked")
 
-    def append_sampled(self, dialogue: Dialogue, tokens: Sequence[int]) -> Action: ...
+    def park(self) -> None:
+        pass
 
-    def append_observation(
-        self,
-        dialogue: Dialogue,
-        messages: Sequence[Message],
-        mask: bool = False,
-        context: Sequence[Message] | None = None,
-    ) -> None: ...
-
-    def encode(self, text: str) -> list[int]: ...
+    cancel = close = park
 
 
 class FailedEnvironment:
@@ -122,7 +119,7 @@ class Episode:
         task: Task,
         environment: Any,
         session: Session,
-        renderer: DialogueRenderer,
+        renderer: Renderer | ChatSession,
         sampling: Sampling,
         limits: EpisodeLimits,
         temperature_scale: float = 1.0,
@@ -184,6 +181,13 @@ class Episode:
             if close is not None:
                 with contextlib.suppress(Exception):  # a close that fails or hangs must not fail the episode
                     await self._call(close)
+        guidance = [f"temperature_scale {self.temperature_scale:g}"] * (self.temperature_scale != 1)
+        guidance += [f"hint: {self.hint}"] * bool(self.hint)
+        guidance += [self.support.label] if self.support is not None and self.support.label else []
+        success = self.success
+        if self.others is not None and success is not None:
+            # the environment's verdict is on the game: with other players the policy's own seat must have come out ahead
+            success = sum(turn.reward for turn in self.turns) > 0
         return Trajectory(
             id=self.key,
             task=self.task,
@@ -191,22 +195,14 @@ class Episode:
             rewards=self.rewards,
             status=status,
             reason=reason,
-            success=self._own_success(),
+            success=success,
             facts=self.others.facts if self.others is not None else {},
             end=self.end,
             answer=self.answer,
             fork=Fork(self.fork_from.key, self.fork_from.turn, self.fork_from.token) if self.fork_from else None,
-            guidance=", ".join(self._guidance()),
+            guidance=", ".join(guidance),
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
         )
-
-    def _guidance(self) -> Iterator[str]:
-        if self.temperature_scale != 1:
-            yield f"temperature_scale {self.temperature_scale:g}"
-        if self.hint:
-            yield f"hint: {self.hint}"
-        if self.support is not None and self.support.label:
-            yield self.support.label
 
     async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:
         seconds = self.limits.environment_seconds
@@ -226,14 +222,18 @@ class Episode:
             prefix = copy.deepcopy(self.fork_from.dialogue)
             self.dialogue = replace(prefix, new_ids=[], masked_ids=[], restarted=False)
             self.rewards = dict(self.fork_from.rewards)
-        self.answer = await self._reference_answer()
+        if hasattr(self.environment, "answer"):
+            answer = read_answer(await self._call(self.environment.answer))
+            self.answer = () if answer is None else tuple(self.renderer.encode(answer))
         if self.with_hint or (support is not None and support.hint and not support.recorded):
             await self._open_hinted(first if self.fork_from is None else self.dialogue.messages, tools)
         for _ in range(self.limits.turns - self._taken_before()):
             room = self.limits.context - len((self.hinted_dialogue or self.dialogue).ids) - len(self._start())
             if room < 1:
                 return Status.TRUNCATED, f"context window of {self.limits.context} tokens (--context)"
-            step = await (self._other_turn if self._others_move() else self._turn)(self.dialogue)
+            seat = str(getattr(self.environment, "agent", "agent"))
+            others_move = self.others is not None and seat != self.others.own
+            step = await (self._other_turn if others_move else self._turn)(self.dialogue)
             if step.terminated:
                 return Status.FINISHED, ""
             if step.truncated:
@@ -293,10 +293,6 @@ class Episode:
         self.actions.append(action)
         return read_step(await self._call(self.environment.step, action))
 
-    # ---- seats of others
-    def _others_move(self) -> bool:
-        return self.others is not None and str(getattr(self.environment, "agent", "agent")) != self.others.own
-
     async def _other_turn(self, dialogue: Dialogue) -> Step:
         """A turn of another player. What it earns is not the policy's; what it pays the policy's seat is."""
         assert self.others is not None
@@ -310,12 +306,6 @@ class Episode:
         else:
             dialogue.messages += step.messages
         return step
-
-    def _own_success(self) -> bool | None:
-        """The environment's verdict; with other players, whether the policy's own seat came out ahead."""
-        if self.others is None or self.success is None:
-            return self.success
-        return sum(turn.reward for turn in self.turns) > 0
 
     def _start(self) -> tuple[int, ...]:
         """Ids that begin the first turn and were not sampled in it."""
@@ -332,13 +322,6 @@ class Episode:
         context = (*before, *dialogue.new_ids, *self._start()[shared:])
         masked = (*before, *dialogue.masked_ids, *self._start()[shared:]) if dialogue.masked_ids else ()
         return context, masked
-
-    async def _reference_answer(self) -> tuple[int, ...]:
-        """The ids of the reference answer, if the environment has one."""
-        if not hasattr(self.environment, "answer"):
-            return ()
-        text = read_answer(await self._call(self.environment.answer))
-        return () if text is None else tuple(self.renderer.encode(text))
 
     async def _turn(self, dialogue: Dialogue) -> Step:
         if self.fork_points is not None:
@@ -420,11 +403,8 @@ class Episode:
         for name, value in dict(step.info.get("rewards", {})).items():
             self.rewards[name] = self.rewards.get(name, 0.0) + float(value)
         for agent, value in dict(step.info.get("paid", {})).items():
-            self._add_reward(agent, float(value))
-
-    def _add_reward(self, agent: str, reward: float) -> None:
-        """Add what another agent earns by this step to its latest turn; an agent that has not acted yet earns nothing."""
-        for index in reversed(range(len(self.turns))):
-            if self.turns[index].agent == agent:
-                self.turns[index] = replace(self.turns[index], reward=self.turns[index].reward + reward)
-                return
+            # what another agent earns by this step goes to its latest turn; one that has not acted yet earns nothing
+            latest = max((n for n, turn in enumerate(self.turns) if turn.agent == agent), default=None)
+            if latest is not None:
+                turn = self.turns[latest]
+                self.turns[latest] = replace(turn, reward=turn.reward + float(value))

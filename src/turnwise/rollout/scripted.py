@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from turnwise.core.protocols import Action, Session
+from turnwise.core.protocols import Action
 from turnwise.core.records import Completion, Message, Origin, Sampling, Stop, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import SettingError
-from turnwise.rollout.episode import Episode, EpisodeLimits
+from turnwise.rollout.episode import Episode, EpisodeLimits, UnforkedSession
 from turnwise.rollout.renderer import Renderer
 
 ScriptedPolicy = Callable[[], Action | Awaitable[Action]]
@@ -23,7 +23,7 @@ SCRIPTED_POLICIES = ("oracle", "random", "demonstrator")
 
 
 @dataclass
-class ScriptedSession:
+class ScriptedSession(UnforkedSession):
     """Generates the text of the next action of ``act``, whatever the prompt."""
 
     act: ScriptedPolicy
@@ -35,18 +35,6 @@ class ScriptedSession:
         tokens = self.renderer.encode_turn(self.renderer.turn_text(action.text, self.tools))
         zeros = [0.0] * len(tokens)
         return Completion(tokens, zeros, zeros, [0] * len(tokens), Stop.TOKEN)
-
-    def fork(self, seed: int) -> Session:
-        raise NotImplementedError("a scripted session cannot be forked")
-
-    def park(self) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 async def next_action(act: ScriptedPolicy) -> Action:

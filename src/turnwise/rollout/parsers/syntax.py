@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,24 @@ class Block:
     end: int
     calls: tuple[ToolCall, ...] = ()
     faults: tuple[str, ...] = ()
+
+
+def read_block(start: int, end: int, read: Callable[[], Iterable[ToolCall]]) -> Block:
+    """The block of the calls that ``read`` returns; where it raises, of the fault."""
+    try:
+        return Block(start, end, tuple(read()))
+    except CallFault as fault:
+        return Block(start, end, (), (str(fault),))
+
+
+def with_section(section: tuple[str, str], text: str, start: int, begin: int, end: int) -> tuple[int, int]:
+    """``begin`` and ``end`` of a call, with the section's own markup where it stands right beside them."""
+    opening, closing = section
+    at = text.rfind(opening, start, begin) if opening else -1
+    if at >= 0 and not text[at + len(opening) : begin].strip():
+        begin = at
+    after = skip_space(text, end)
+    return begin, after + len(closing) if closing and text.startswith(closing, after) else end
 
 
 @dataclass(frozen=True)
@@ -226,8 +244,8 @@ def call_of(value: Any, name_key: str = "name", arguments_keys: Sequence[str] = 
     arguments = value[key] if key is not None else {}
     if not isinstance(arguments, dict):
         raise CallFault(NEEDS.replace('"name"', f'"{name_key}"').replace('"arguments"', f'"{key}"'))
-    own = value.get("id", value.get("tool_call_id", ""))
-    return make_call(value[name_key], arguments, own if isinstance(own, str) else "")
+    call_id = value.get("id", value.get("tool_call_id", ""))
+    return make_call(value[name_key], arguments, call_id if isinstance(call_id, str) else "")
 
 
 def write_json(value: Any, *escape: str, ascii_only: bool = False) -> str:

@@ -24,8 +24,10 @@ from turnwise.rollout.parsers.syntax import (
     call_of,
     is_text,
     make_call,
+    read_block,
     read_json,
     skip_space,
+    with_section,
     write_json,
 )
 
@@ -122,11 +124,7 @@ def read_call(text: str, start: int, expression: int, name: str, bracket: int) -
     end = expression_end(text, bracket)
     if end < 0:
         return Block(start, len(text), (), ("error: a bracket of the tool call is not closed",))
-    try:
-        (call,) = parse_python("f" + text[bracket:end])
-    except CallFault as fault:
-        return Block(start, end, (), (str(fault),))
-    return Block(start, end, (ToolCall(name, call.arguments),))
+    return read_block(start, end, lambda: [replace(c, name=name) for c in parse_python("f" + text[bracket:end])])
 
 
 def write_call(call: ToolCall, *escape: str) -> str:
@@ -157,10 +155,7 @@ class PythonList(ToolSyntax):
             return Block(match.start(), len(text), (), ("error: a bracket of the tool call is not closed",))
         after = skip_space(text, end)
         closed = after + len("<|python_end|>") if text.startswith("<|python_end|>", after) else end
-        try:
-            return Block(match.start(), closed, tuple(parse_python(text[bracket:end])))
-        except CallFault as fault:
-            return Block(match.start(), closed, (), (str(fault),))
+        return read_block(match.start(), closed, lambda: parse_python(text[bracket:end]))
 
     def write_calls(self, calls: Calls, tools: Tools) -> str:
         return f"[{', '.join(map(write_call, calls))}]"
@@ -181,11 +176,8 @@ class DelimitedPython(ToolSyntax):
         at = begin + len(self.opening)
         close = text.find(self.closing, at)
         end = len(text) if close < 0 else close + len(self.closing)
-        try:
-            calls = tuple(parse_python(text[at : len(text) if close < 0 else close]))
-        except CallFault as fault:
-            return Block(begin, end, (), (str(fault),))
-        return Block(begin, end, calls, () if calls else ("error: the tool call is empty",))
+        block = read_block(begin, end, lambda: parse_python(text[at : len(text) if close < 0 else close]))
+        return block if block.calls or block.faults else replace(block, faults=("error: the tool call is empty",))
 
     def write_calls(self, calls: Calls, tools: Tools) -> str:
         texts = [write_call(call, self.closing) for call in calls]
@@ -322,12 +314,9 @@ class BareJsonList(ToolSyntax):
             return Block(match.start(), len(text), (), (str(fault),))
         if not all(isinstance(item, dict) and "name" in item and "arguments" in item for item in value):
             return Block(match.start(), end, (), (NEEDS,))
-        try:
-            calls = tuple(call_of(item) for item in value)
-        except CallFault as fault:
-            return Block(match.start(), end, (), (str(fault),))
+        block = read_block(match.start(), end, lambda: map(call_of, value))
         fence = re.compile(r"\s*```").match(text, end) if match[0].startswith("```") else None
-        return Block(match.start(), fence.end() if fence else end, calls)
+        return replace(block, end=fence.end()) if fence and not block.faults else block
 
     def write_calls(self, calls: Calls, tools: Tools) -> str:
         return write_json([{"name": call.name, "arguments": call.arguments} for call in calls])
@@ -352,11 +341,12 @@ class HeadedJson(ToolSyntax):
             return None
         try:
             call, end = self._call(text, begin + len(self.call_open))
+            calls, faults = (call,), ()
         except CallFault as fault:
             close = text.find(self.call_close, begin) if self.call_close else -1
             end = len(text) if close < 0 else close + len(self.call_close)
-            return Block(self._section_start(text, start, begin), self._section_end(text, end), (), (str(fault),))
-        return Block(self._section_start(text, start, begin), self._section_end(text, end), (call,))
+            calls, faults = (), (str(fault),)
+        return Block(*with_section(self.section, text, start, begin, end), calls, faults)
 
     def _call(self, text: str, at: int) -> tuple[ToolCall, int]:
         header = re.compile(self.header).match(text, at)
@@ -372,15 +362,6 @@ class HeadedJson(ToolSyntax):
             elif closing and after < len(text):
                 raise CallFault("error: the arguments of the tool call are not one JSON object")
         return make_call(header["name"], arguments, header.groupdict().get("id") or ""), end
-
-    def _section_start(self, text: str, start: int, begin: int) -> int:
-        opening = self.section[0]
-        at = text.rfind(opening, start, begin) if opening else -1
-        return at if at >= 0 and not text[at + len(opening) : begin].strip() else begin
-
-    def _section_end(self, text: str, end: int) -> int:
-        after = skip_space(text, end)
-        return after + len(self.section[1]) if self.section[1] and text.startswith(self.section[1], after) else end
 
     def write_calls(self, calls: Calls, tools: Tools) -> str:
         texts = []
@@ -415,19 +396,8 @@ class ElementSyntax(ToolSyntax):
         close = text.find(self.call_close, opening.end())
         body = text[opening.end() : len(text) if close < 0 else close]
         end = len(text) if close < 0 else close + len(self.call_close)
-        begin, end = self._with_section(text, start, opening.start(), end)
-        try:
-            return Block(begin, end, (self._call(opening["name"], body, tools),))
-        except CallFault as fault:
-            return Block(begin, end, (), (str(fault),))
-
-    def _with_section(self, text: str, start: int, begin: int, end: int) -> tuple[int, int]:
-        opening, closing = self.section
-        at = text.rfind(opening, start, begin) if opening else -1
-        if at >= 0 and not text[at + len(opening) : begin].strip():
-            begin = at
-        after = skip_space(text, end)
-        return begin, after + len(closing) if closing and text.startswith(closing, after) else end
+        begin, end = with_section(self.section, text, start, opening.start(), end)
+        return read_block(begin, end, lambda: [self._call(opening["name"], body, tools)])
 
     def _call(self, name: str, body: str, tools: Tools) -> ToolCall:
         pattern = re.compile(self.argument, re.DOTALL)
@@ -450,26 +420,18 @@ class ElementSyntax(ToolSyntax):
             return text
 
     def write_calls(self, calls: Calls, tools: Tools) -> str:
+        opening, closing = f"{self.section[0]}\n".lstrip("\n"), f"\n{self.section[1]}".rstrip("\n")
         texts = []
         for call in calls:
-            arguments = "".join(self._written(key, value) for key, value in call.arguments.items())
+            arguments = ""
+            for key, value in call.arguments.items():
+                is_string = isinstance(value, str)
+                text = value if is_string else json.dumps(value, ensure_ascii=False)
+                arguments += self.argument_format.format(key=key, value=text, typed="true" if is_string else "false")
             body = self.call_format.format(name=call.name, arguments=arguments)
-            texts.append(body if self.one_section else f"{self._open}{body}{self._close}")
+            texts.append(body if self.one_section else f"{opening}{body}{closing}")
         joined = "\n".join(texts)
-        return f"{self._open}{joined}{self._close}" if self.one_section else joined
-
-    @property
-    def _open(self) -> str:
-        return f"{self.section[0]}\n" if self.section[0] else ""
-
-    @property
-    def _close(self) -> str:
-        return f"\n{self.section[1]}" if self.section[1] else ""
-
-    def _written(self, key: str, value: Any) -> str:
-        is_string = isinstance(value, str)
-        text = value if is_string else json.dumps(value, ensure_ascii=False)
-        return self.argument_format.format(key=key, value=text, typed="true" if is_string else "false")
+        return f"{opening}{joined}{closing}" if self.one_section else joined
 
 
 _KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
@@ -492,16 +454,16 @@ class GemmaCalls(ToolSyntax):
         close = text.find(self.closing, begin)
         end = len(text) if close < 0 else close + len(self.closing)
         body = text[begin + len(self.opening) : len(text) if close < 0 else close]
+        return read_block(begin, end, lambda: [self._call(body)])
+
+    def _call(self, body: str) -> ToolCall:
         header = re.compile(r"\s*call:([^\s{]+)\s*(?=\{)").match(body)
-        try:
-            if header is None:
-                raise CallFault(f"error: the tool call has no readable name; write {self.example}")
-            arguments, at = self._read(body, header.end(), 0)
-            if body[at:].strip():
-                raise CallFault("error: the arguments of the tool call are not one object")
-            return Block(begin, end, (make_call(header[1], arguments),))
-        except CallFault as fault:
-            return Block(begin, end, (), (str(fault),))
+        if header is None:
+            raise CallFault(f"error: the tool call has no readable name; write {self.example}")
+        arguments, at = self._read(body, header.end(), 0)
+        if body[at:].strip():
+            raise CallFault("error: the arguments of the tool call are not one object")
+        return make_call(header[1], arguments)
 
     def _read(self, text: str, at: int, depth: int) -> tuple[Any, int]:
         at = skip_space(text, at)
@@ -513,9 +475,23 @@ class GemmaCalls(ToolSyntax):
                 raise CallFault("error: a text of the tool call is not closed")
             return text[at + len(self.quote) : end], end + len(self.quote)
         if text.startswith("{", at):
-            return self._object(text, at + 1, depth)
+            value: dict[str, Any] = {}
+            at += 1
+            while not text.startswith("}", at := skip_space(text, at)):
+                key = _KEY.match(text, at)
+                if key is None:
+                    raise CallFault("error: an argument of the tool call has no readable name")
+                value[key[1]], at = self._read(text, key.end(), depth + 1)
+                at = self._separated(text, at, "}")
+            return value, at + 1
         if text.startswith("[", at):
-            return self._list(text, at + 1, depth)
+            items: list[Any] = []
+            at += 1
+            while not text.startswith("]", at := skip_space(text, at)):
+                item, at = self._read(text, at, depth + 1)
+                items.append(item)
+                at = self._separated(text, at, "]")
+            return items, at + 1
         word = _WORD.match(text, at)
         if word is None:
             raise CallFault("error: a value of the tool call is missing")
@@ -523,24 +499,6 @@ class GemmaCalls(ToolSyntax):
             return json.loads(word[0]), word.end()
         except ValueError:
             return word[0], word.end()
-
-    def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-        value: dict[str, Any] = {}
-        while not text.startswith("}", at := skip_space(text, at)):
-            key = _KEY.match(text, at)
-            if key is None:
-                raise CallFault("error: an argument of the tool call has no readable name")
-            value[key[1]], at = self._read(text, key.end(), depth + 1)
-            at = self._separated(text, at, "}")
-        return value, at + 1
-
-    def _list(self, text: str, at: int, depth: int) -> tuple[list[Any], int]:
-        value: list[Any] = []
-        while not text.startswith("]", at := skip_space(text, at)):
-            item, at = self._read(text, at, depth + 1)
-            value.append(item)
-            at = self._separated(text, at, "]")
-        return value, at + 1
 
     def _separated(self, text: str, at: int, closing: str) -> int:
         at = skip_space(text, at)
