@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from turnwise.core.batch import prefix
 from turnwise.core.protocols import Generator, Session
-from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Task, Trajectory, Turn
+from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.data.demonstrations import Demonstrations
 from turnwise.data.replay import FRESH, LiveReplay
+from turnwise.rollout.episode import sampled_turn
 
 
 @dataclass
@@ -61,20 +62,8 @@ class TurnResampler:
 def _with_turn(one: Trajectory, completion: Completion) -> Trajectory:
     """The fork with the turn that was sampled instead. Its context belongs to the recorded trajectory."""
     turn = one.turns[0]
-    taken = Turn(
-        context=(),
-        tokens=tuple(completion.tokens),
-        logp=tuple(completion.logp),
-        mass=() if not any(completion.mass) else tuple(completion.mass),
-        kept=() if not any(completion.kept) else tuple(completion.kept),
-        version=tuple(completion.version),
-        agent=turn.agent,
-        state=turn.state,
-        stop=completion.stop,
-        temperature=turn.temperature,
-        seconds_generating=completion.seconds,
-    )
-    return replace(one, turns=(taken,))
+    same = {name: getattr(turn, name) for name in ("agent", "state", "temperature")}
+    return replace(one, turns=(sampled_turn(completion, context=(), **same),))
 
 
 class StatefulSampler(Protocol):

@@ -15,8 +15,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from turnwise.core.protocols import Action, ToolCall
@@ -102,21 +103,17 @@ def read_request(body: Mapping[str, Any]) -> CallRequest:
     if not messages:
         raise CallRefused("invalid_messages", "'messages' is empty; write at least one")
     tools = [] if body.get("tool_choice") == "none" else [read_tool(tool) for tool in _sequence(body, "tools")]
-    stop = body.get("stop") or ()
-    return CallRequest(
-        messages,
-        tuple(tools),
-        _count(body, "max_completion_tokens", 0) or _count(body, "max_tokens", 0),
-        _choices(body),
-        read_stop(stop, "stop"),
-        bool(body.get("logprobs")),
-    )
+    most, count = _count(body, "max_completion_tokens", 0) or _count(body, "max_tokens", 0), _count(body, "n", 1) or 1
+    if count > MAX_CHOICES:
+        raise CallRefused("invalid_request", f"'n' is {count}; write at most {MAX_CHOICES}")
+    stop = read_stop(body.get("stop") or (), "stop")
+    return CallRequest(messages, tuple(tools), most, count, stop, bool(body.get("logprobs")))
 
 
-def refuse_unknown(body: Mapping[str, Any], known: Set[str], no_effect: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse the first field that is not known: it might change the meaning of the call."""
+def refuse_unknown(body: Mapping[str, Any], fields: Set[str], no_effect: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse the first field that is not among ``fields``: it might change the meaning of the call."""
     for key, value in body.items():
-        if key not in known and value is not None and value not in no_effect.get(key, ()):
+        if key not in fields and value is not None and value not in no_effect.get(key, ()):
             raise CallRefused("unsupported_parameter", f"{key!r} is not supported; leave it out")
 
 
@@ -126,13 +123,6 @@ def read_stop(stop: Any, name: str) -> tuple[str, ...]:
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         raise CallRefused("invalid_request", f"{name!r} is {stop!r:.80}; write a text or a list of texts")
     return tuple(word for word in words if word)
-
-
-def _choices(body: Mapping[str, Any]) -> int:
-    count = _count(body, "n", 1) or 1
-    if count > MAX_CHOICES:
-        raise CallRefused("invalid_request", f"'n' is {count}; write at most {MAX_CHOICES}")
-    return count
 
 
 def _sequence(body: Mapping[str, Any], key: str) -> Sequence[Any]:
@@ -226,15 +216,8 @@ class Completions:
         if body.get("stream"):
             raise CallRefused("unsupported_parameter", "'stream' needs the HTTP endpoint; here replies come whole")
         replies = await self._episode.call(read_request(body))
-        asked = bool(body.get("logprobs")), bool(body.get("return_token_ids"))
-        return attributes(completion_body(replies, len(self._episode.turns), *asked))
-
-
-class Chat:
-    """``client.chat``"""
-
-    def __init__(self, episode: AgentEpisode) -> None:
-        self.completions = Completions(episode)
+        logprobs, token_ids = bool(body.get("logprobs")), bool(body.get("return_token_ids"))
+        return attributes(completion_body(replies, len(self._episode.turns), logprobs, token_ids))
 
 
 class AgentClient:
@@ -244,7 +227,7 @@ class AgentClient:
     started when they are first read. ``connect`` opens the episode there and returns both."""
 
     def __init__(self, episode: AgentEpisode, connect: Callable[[AgentEpisode], tuple[str, str]] | None = None) -> None:
-        self.chat = Chat(episode)
+        self.chat = SimpleNamespace(completions=Completions(episode))
         self._episode, self._connect = episode, connect
         self._address: tuple[str, str] | None = None
 
@@ -326,13 +309,13 @@ class AgentTask:
         for name, value in dict(step.info.get("rewards", {})).items():
             self.episode.rewards[name] = self.episode.rewards.get(name, 0.0) + float(value)
         ids = [str(call.get("id", "")) for call in message.get("tool_calls") or ()]
-        return [_answering(m, ids[n : n + 1]) for n, m in enumerate(step.messages)]
-
-
-def _answering(message: Message, ids: Sequence[str]) -> Message:
-    """A tool reply with the id of the call it answers, which clients of the OpenAI protocol want."""
-    replies = message.get("role") == "tool" and "tool_call_id" not in message
-    return {**message, "tool_call_id": ids[0]} if replies and ids else dict(message)
+        replies = [dict(m) for m in step.messages]
+        for reply, call_id in zip(
+            replies, ids
+        ):  # clients of the OpenAI protocol want the id of the call that is answered
+            if reply.get("role") == "tool":
+                reply.setdefault("tool_call_id", call_id)
+        return replies
 
 
 def read_assistant(message: Message) -> Action:
@@ -368,21 +351,16 @@ class FunctionAgent:
     host: EpisodeHost | None = None  # gives stock clients of other packages a way in
 
     async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float = math.inf) -> AgentOutcome:
-        task.episode = episode
-        if self.host is None:
-            return await self._run(task, AgentClient(episode), seconds)
-        with self.host.offered(episode) as connect:
-            return await self._run(task, AgentClient(episode, connect), seconds)
-
-    async def _run(self, task: AgentTask, client: AgentClient, seconds: float) -> AgentOutcome:
-        """An ``async`` function runs in this event loop, another one in a thread of its own, as it may block."""
-        assert task.episode is not None
-        task.loop = asyncio.get_running_loop()
-        if is_async(self.function):
-            return read_outcome(await within(seconds, self.function(task, client)))
-        task.episode.session.park()  # a thread starts and calls when it likes: the generator must not wait for it
-        work = call_environment(self.function, task, client, seconds=FOREVER, inline=False)
-        return read_outcome(await within(seconds, work))
+        task.episode, task.loop = episode, asyncio.get_running_loop()
+        with self.host.offered(episode) if self.host is not None else nullcontext() as connect:
+            client = AgentClient(episode, connect)
+            if is_async(self.function):
+                return read_outcome(await within(seconds, self.function(task, client)))
+            # Another function runs in a thread of its own, as it may block. A thread starts and calls when it likes: the
+            # generator must not wait for it.
+            episode.session.park()
+            work = call_environment(self.function, task, client, seconds=FOREVER, inline=False)
+            return read_outcome(await within(seconds, work))
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Completion, Message, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.rollout.conversion import AS_JSON, as_field
-from turnwise.rollout.episode import EpisodeLimits
+from turnwise.rollout.episode import EpisodeLimits, sampled_turn
 from turnwise.rollout.lineage import OPENING, SAME_TOKENS, Lineage, Placement, canonical
 from turnwise.rollout.renderer import Renderer
 
@@ -164,8 +163,8 @@ class AgentEpisode:
         if room < 1:
             self.truncated = f"context window of {self.limits.context} tokens (--context)"
             raise CallRefused("context_length_exceeded", f"the messages take {prompt} tokens, of {self.limits.context}")
-        asked = min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
-        sampling = replace(self.sampling, max_tokens=asked, stop=(*self.sampling.stop, *request.stop))
+        most = min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
+        sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *request.stop))
         completion = await self.session.generate(placement.dialogue.ids, sampling)
         if completion.stop == Stop.CANCELLED:
             raise CallRefused("cancelled", "the episode was cancelled")
@@ -178,21 +177,15 @@ class AgentEpisode:
         self.lineage.record(placement, completion.tokens, message)
         self.actions[canonical(message)] = action
         self.turns.append(
-            Turn(
+            sampled_turn(
+                completion,
                 context=context,
-                tokens=tuple(completion.tokens),
-                logp=tuple(completion.logp),
-                mass=() if not any(completion.mass) else tuple(completion.mass),
-                kept=() if not any(completion.kept) else tuple(completion.kept),
-                version=tuple(completion.version),
                 routes=tuple(completion.routes[-(len(context) + len(completion.tokens)) :]),
                 restart=restart,
-                stop=completion.stop,
                 temperature=self.policy_temperature,
                 tool_calls=len(action.calls),
                 tool_errors=len(action.faults),
                 facts=action.facts,
-                seconds_generating=completion.seconds,
             )
         )
         self.messages = tuple(placement.dialogue.messages)
@@ -243,7 +236,14 @@ class AgentEpisode:
         """The episode as one credited trajectory, however many sequences it needed."""
         if not self.turns and status == Status.FINISHED:
             status, reason = Status.FAILED, "the agent made no call"
-        scale = self.temperature_scale
+        scale, causes = self.temperature_scale, self.lineage.causes
+        # the certificate: how exactly the calls followed each other, as facts of the trajectory
+        facts: dict[str, float | str] = {f"agent/{cause}": float(count) for cause, count in sorted(causes.items())}
+        follow_ups = sum(causes.values()) - causes[OPENING]
+        facts["agent/exact"] = sum(causes[cause] for cause in SAME_TOKENS) / follow_ups if follow_ups else 1.0
+        if self.retries:
+            facts["agent/retries"] = float(self.retries)
+        facts |= {f"{DIFFERENCE}{cause}": text[:200] for cause, text in self.lineage.differences.items()}
         return Trajectory(
             id=self.key,
             task=self.task,
@@ -253,19 +253,9 @@ class AgentEpisode:
             reason=reason,
             success=self.success,
             guidance="" if scale == 1 else f"temperature_scale {scale:g}",
-            facts=self.certificate(),
+            facts=facts,
             messages=self.messages,
         )
-
-    def certificate(self) -> dict[str, float | str]:
-        """How exactly the calls followed each other, as facts of the trajectory."""
-        causes: Counter[str] = self.lineage.causes
-        facts: dict[str, float | str] = {f"agent/{cause}": float(count) for cause, count in sorted(causes.items())}
-        follow_ups = sum(causes.values()) - causes[OPENING]
-        facts["agent/exact"] = sum(causes[cause] for cause in SAME_TOKENS) / follow_ups if follow_ups else 1.0
-        if self.retries:
-            facts["agent/retries"] = float(self.retries)
-        return facts | {f"{DIFFERENCE}{cause}": text[:200] for cause, text in self.lineage.differences.items()}
 
 
 def reply_message(action: Action, renderer: Renderer, request: CallRequest, turn: int) -> Message:

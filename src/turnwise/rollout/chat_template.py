@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -50,13 +51,9 @@ def fast_template(tokenizer: Any, extra: Mapping[str, Any] = MappingProxyType({}
         options = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": open_turn}
         return compiled.render(messages=list(messages), **options, **special)
 
-    probes = [
-        (_DIALOGUE[a:b], tools, opens)
-        for a in (0, 1)
-        for b in range(a + 1, 6)
-        for tools in ((), _TOOLS)
-        for opens in (0, 1)
-    ]
+    # without the system message, too: many templates write one of their own then
+    parts = [_DIALOGUE[a:b] for a in (0, 1) for b in range(a + 1, 6)]
+    probes = list(product(parts, ((), _TOOLS), (False, True)))
     return direct if all(_outcome(direct, *probe) == _outcome(stock, *probe) for probe in probes) else stock
 
 
@@ -82,15 +79,15 @@ def _is_json(value: Any) -> bool:
     return all(map(_is_json, value)) if type(value) is list else value is None or type(value) in (str, int, float, bool)
 
 
-def _outcome(render: Render, messages: Sequence[Message], tools: Tools, opens: int) -> str:
+def _outcome(render: Render, messages: Sequence[Message], tools: Tools, opens: bool) -> str:
     try:
-        return render(messages, tools, bool(opens))
+        return render(messages, tools, opens)
     except Exception as fault:  # templates raise any exception, for example for an unknown role
         return repr(fault)
 
 
 MARK = "\x00messages\x00"
-STATEFUL = (
+STATEFUL = {
     "loop",
     "namespace",
     "cycler",
@@ -98,7 +95,7 @@ STATEFUL = (
     "self",
     "caller",
     "strftime_now",
-)  # names a stateless template lacks
+}  # a stateless template lacks them
 _PROBE = [{"role": role, "content": f" {role} <1> é\n"} for role in ("user", "assistant", "tool", "assistant", "user")]
 
 
@@ -135,8 +132,14 @@ def message_loop(tokenizer: Any, render: Render, extra: Mapping[str, Any]) -> Me
     shell = None if compiled is None else _shell(compiled.environment, source)
     if shell is None:
         return None
-    found = MessageLoop(render, shell, {**tokenizer.special_tokens_map, **extra})
-    return found if _agrees(found) else None
+    loop = MessageLoop(render, shell, {**tokenizer.special_tokens_map, **extra})
+    try:  # whether the parts sum to the whole
+        before, behind = loop.ends(())
+        whole = render(_PROBE, (), True)
+        parts = before + loop.tail(_PROBE[:2], ()) + loop.tail(_PROBE[2:], ()) + behind
+    except Exception:  # templates raise any exception: one that refuses these messages is not used in parts
+        return None
+    return loop if whole == parts else None
 
 
 def _shell(environment: Any, source: str) -> Any:
@@ -161,13 +164,3 @@ def _shell(environment: Any, source: str) -> Any:
         return None
     tree.body[loops[0]] = nodes.Output([nodes.TemplateData(MARK)])
     return environment.from_string(tree)
-
-
-def _agrees(loop: MessageLoop) -> bool:
-    """Whether the parts sum to the whole. A template that refuses these messages is not used in parts."""
-    try:
-        before, behind = loop.ends(())
-        whole = loop.render(_PROBE, (), True)
-        return whole == before + loop.tail(_PROBE[:2], ()) + loop.tail(_PROBE[2:], ()) + behind
-    except Exception:  # templates raise any exception
-        return False

@@ -153,51 +153,36 @@ def find_conversion(
     """The smallest conversion with which a template renders whole dialogues, and whether it then continues the text of a sampled
     turn. ``turn`` makes the call ``PROBE`` and is ended by ``end``."""
     base = Conversion(syntax, describe_tools=describe_tools)
-    if not _renders(render, [_SYSTEM, _USER], base):
+    if _fault(render, [_SYSTEM, _USER], base):
         folded = replace(base, fold_system=True)
-        base = folded if _renders(render, [_SYSTEM, _USER], folded) else base
-    if not _renders(render, [_USER, _NEXT], base):
+        base = base if _fault(render, [_SYSTEM, _USER], folded) else folded
+    if _fault(render, [_USER, _NEXT], base):
         joined = replace(base, join_user=True)
-        base = joined if _renders(render, [_USER, _NEXT], joined) else base
+        base = base if _fault(render, [_USER, _NEXT], joined) else joined
     dialogue = [_USER, {"role": "assistant", "content": turn}, _REPLY]
     forms = [replace(base, calls=calls) for calls in (AS_TEXT, AS_OBJECTS, AS_JSON)]
-    usable = [c for c in forms if _renders(render, dialogue, c)]
+    usable = [c for c in forms if not _fault(render, dialogue, c)]
     if not usable:
-        usable = [c for form in forms if _renders(render, dialogue, c := replace(form, tool_as_user=True))]
+        usable = [c for form in forms if not _fault(render, dialogue, c := replace(form, tool_as_user=True))]
     if not usable:
         return replace(base, refusal=_fault(render, dialogue, replace(base, tool_as_user=True))), False
-    exact = [c for c in usable if _continues(render, dialogue, c, turn + end)]
-    return (exact or usable)[0], bool(exact)
-
-
-def _text(render: Render, messages: Sequence[Message], conversion: Conversion) -> str:
-    tools = PROBE_TOOLS if len(messages) > 2 else ()
-    return render(conversion(messages, tools), tools, True)
-
-
-def _renders(render: Render, messages: Sequence[Message], conversion: Conversion) -> bool:
-    """Whether all contents of the user, the system and tools are in the text, and nothing is refused."""
-    try:
-        text = _text(render, messages, conversion)
-    except Exception:  # templates raise any exception
-        return False
-    return all(m["content"] in text for m in messages if m["role"] != "assistant") and (
-        len(messages) < 3 or PROBE.name in text.rpartition(_USER["content"])[2].lower()
-    )
+    for c in usable:  # exact where the text of a sampled turn stays as it is when a reply follows
+        prompt, whole = (render(c(part, PROBE_TOOLS), PROBE_TOOLS, True) for part in (dialogue[:1], dialogue))
+        if whole.startswith(prompt + turn + end):
+            return c, True
+    return usable[0], False
 
 
 def _fault(render: Render, messages: Sequence[Message], conversion: Conversion) -> str:
+    """Why a template does not render a dialogue so; empty where all contents of user, system and tools are in its text."""
+    tools = PROBE_TOOLS if len(messages) > 2 else ()
     try:
-        _text(render, messages, conversion)
-    except Exception as fault:
+        text = render(conversion(messages, tools), tools, True)
+    except Exception as fault:  # templates raise any exception
         return str(fault) or type(fault).__name__
-    return "it leaves the reply out"
-
-
-def _continues(render: Render, dialogue: Sequence[Message], conversion: Conversion, sampled: str) -> bool:
-    """Whether the text of a sampled turn stays as it is when a reply follows."""
-    prompt = render(conversion(dialogue[:1], PROBE_TOOLS), PROBE_TOOLS, True)
-    return _text(render, dialogue, conversion).startswith(prompt + sampled)
+    complete = all(m["content"] in text for m in messages if m["role"] != "assistant")
+    called = not tools or PROBE.name in text.rpartition(_USER["content"])[2].lower()
+    return "" if complete and called else "it leaves the reply out"
 
 
 _EMPTY_THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}\s*{re.escape(b)}\s*" for a, b in THINKING_TAGS.items()))
@@ -221,14 +206,13 @@ class TurnWriter:
         parsed = HERMES.parse(text)
         if parsed.faults or not (parsed.calls or parsed.thinking or self.open_tag):
             return text
-        # whether no text stands between or behind the calls, where a message with fields has no place for it
         block = HERMES.next_block(text, 0, ()) if parsed.calls else None
-        by_template = (
-            self._by_template(parsed, tools)
-            if (block is None or HERMES.parse(text[: block.start]).text.strip() == parsed.text.strip())
-            else None
-        )
-        return by_template if by_template is not None else self._by_syntax(text, parsed, tools)
+        # a message with fields has no place for text between or behind the calls
+        if block is None or HERMES.parse(text[: block.start]).text.strip() == parsed.text.strip():
+            by_template = self._by_template(parsed, tools)
+            if by_template is not None:
+                return by_template
+        return self._by_syntax(text, parsed, tools)
 
     @cached_property
     def open_tag(self) -> str:
@@ -245,7 +229,11 @@ class TurnWriter:
             if parsed.calls:
                 message["tool_calls"] = as_field(self.syntax.with_own_ids(parsed.calls), form)
             turn = self._rendered(message, tools)
-            if turn is not None and self._says_the_same(turn, parsed, tools):
+            if turn is None:
+                continue
+            read = self.syntax.parse(turn, tools, in_thought=bool(self.open_tag))
+            texts = [(t.text.strip(), t.thinking.strip()) for t in (read, parsed)]
+            if same_calls(read.calls, parsed.calls) and texts[0] == texts[1]:
                 return turn
         return None
 
@@ -261,29 +249,20 @@ class TurnWriter:
         empty = None if self.keep_empty_thought or "reasoning_content" in message else _EMPTY_THOUGHT.match(turn)
         return turn[empty.end() :] if empty else turn
 
-    def _says_the_same(self, turn: str, parsed: ParsedTurn, tools: Tools) -> bool:
-        read = self.syntax.parse(turn, tools, in_thought=bool(self.open_tag))
-        return (
-            same_calls(read.calls, parsed.calls)
-            and read.text.strip() == parsed.text.strip()
-            and read.thinking.strip() == parsed.thinking.strip()
-        )
-
     def _by_syntax(self, text: str, parsed: ParsedTurn, tools: Tools) -> str:
         """The turn with its calls replaced, and with the thinking closed that the prompt has opened."""
-        body = text if self.syntax is HERMES or not parsed.calls else self._replaced(text, parsed, tools)
+        body = text
+        if self.syntax is not HERMES and parsed.calls:
+            # all calls stand where the first one stood: some syntaxes write them as one list
+            pieces, at = [], 0
+            while (block := HERMES.next_block(text, at, ())) is not None:
+                pieces.append(text[at : block.start])
+                at = block.end
+            written = self.syntax.write(self.syntax.with_own_ids(parsed.calls), tools)
+            written = written.removesuffix(self.syntax.turn_end)
+            body = pieces[0] + written + "".join([*pieces[1:], text[at:]])
         if not self.open_tag:
             return body
         if body.lstrip().startswith(self.open_tag):
             return body.lstrip().removeprefix(self.open_tag)
         return f"{THINKING_TAGS[self.open_tag]}\n\n{body}"
-
-    def _replaced(self, text: str, parsed: ParsedTurn, tools: Tools) -> str:
-        """All calls stand where the first one stood: some syntaxes write them as one list."""
-        pieces, at = [], 0
-        while (block := HERMES.next_block(text, at, ())) is not None:
-            pieces.append(text[at : block.start])
-            at = block.end
-        written = self.syntax.write(self.syntax.with_own_ids(parsed.calls), tools)
-        written = written.removesuffix(self.syntax.turn_end) if self.syntax.turn_end else written
-        return pieces[0] + written + "".join([*pieces[1:], text[at:]])

@@ -88,6 +88,20 @@ class EpisodeLimits:
     history: int = 0  # how many of the latest observations are visible; 0: all
 
 
+def sampled_turn(completion: Completion, **more: Any) -> Turn:
+    """What a generator sampled, as a turn. ``mass`` and ``kept`` stay empty where no filter was active."""
+    return Turn(
+        tokens=tuple(completion.tokens),
+        logp=tuple(completion.logp),
+        mass=tuple(completion.mass) if any(completion.mass) else (),
+        kept=tuple(completion.kept) if any(completion.kept) else (),
+        version=tuple(completion.version),
+        stop=completion.stop,
+        seconds_generating=completion.seconds,
+        **more,
+    )
+
+
 class UnforkedSession:
     """What sessions without a generator share: nothing to park, cancel or close, and no state to fork."""
 
@@ -216,9 +230,21 @@ class Episode:
         if self.fork_from is None:
             recorded = support.hint if support is not None and support.recorded else ""
             self.dialogue = self.renderer.open(with_hint_text(first, recorded), tools, self.limits.history)
-            await self._play_given_turns(self.dialogue)
+            for tokens in (
+                support.turns if support is not None else ()
+            ):  # they become context of the policy's first turn
+                step = await self._play_as_context(self.dialogue, tokens)
+                if step.terminated or step.truncated:
+                    raise EnvironmentFault("the given turns end the episode, so nothing is left to sample; give fewer")
+                self.renderer.append_observation(self.dialogue, step.messages, self.record_masked, step.context)
         else:  # the prefix, including the context of this turn, belongs to the parent trajectory
-            await self._restore(self.fork_from)
+            if self.fork_from.snapshot is not None:
+                await self._call(self.environment.restore, self.fork_from.snapshot)
+            for action in self.fork_from.actions:  # where the environment has no snapshot
+                if (step := read_step(await self._call(self.environment.step, action))).terminated or step.truncated:
+                    raise EnvironmentFault(
+                        "the same actions ended the episode this time: the environment is not deterministic"
+                    )
             prefix = copy.deepcopy(self.fork_from.dialogue)
             self.dialogue = replace(prefix, new_ids=[], masked_ids=[], restarted=False)
             self.rewards = dict(self.fork_from.rewards)
@@ -261,28 +287,10 @@ class Episode:
         state = (snapshot, copy.deepcopy(dialogue), rewards, taken, self._start(), 0, (), actions, remaining)
         return ForkPoint(self.key, len(self.turns), *state)
 
-    async def _restore(self, point: ForkPoint) -> None:
-        if point.snapshot is not None:
-            await self._call(self.environment.restore, point.snapshot)
-            return
-        for action in point.actions:
-            if (step := read_step(await self._call(self.environment.step, action))).terminated or step.truncated:
-                raise EnvironmentFault(
-                    "the same actions ended the episode this time: the environment is not deterministic"
-                )
-
     def _taken_before(self) -> int:
         """Turns of this episode that the policy does not take here: its ancestors' and given ones."""
         given = len(self.support.turns) if self.support is not None else 0
         return given + (self.fork_from.taken if self.fork_from else 0)
-
-    async def _play_given_turns(self, dialogue: Dialogue) -> None:
-        """Play the turns of the support. Their ids become context of the policy's first turn."""
-        for tokens in self.support.turns if self.support is not None else ():
-            step = await self._play_as_context(dialogue, tokens)
-            if step.terminated or step.truncated:
-                raise EnvironmentFault("the given turns end the episode, so nothing is left to sample; give fewer")
-            self.renderer.append_observation(dialogue, step.messages, self.record_masked, step.context)
 
     async def _play_as_context(self, dialogue: Dialogue, tokens: Sequence[int]) -> Step:
         """Apply a turn that the policy did not take. Its ids are context of the policy's next turn."""
@@ -350,25 +358,19 @@ class Episode:
             raise
         finally:
             self.turns.append(
-                Turn(
+                sampled_turn(
+                    completion,
                     context=context,
                     masked_context=masked,
-                    tokens=tuple(completion.tokens),
-                    logp=tuple(completion.logp),
-                    mass=() if not any(completion.mass) else tuple(completion.mass),
-                    kept=() if not any(completion.kept) else tuple(completion.kept),
-                    version=tuple(completion.version),
                     routes=self._routes(completion, context),
                     reward=float(step.reward),
                     agent=agent,
                     state=state,
                     restart=restart,
-                    stop=completion.stop,
                     temperature=self.policy_temperature,
                     tool_calls=int(step.info.get("tool_calls", 0)),
                     tool_errors=int(step.info.get("tool_errors", 0)),
                     facts={**read_facts(step.info), **action.facts},
-                    seconds_generating=completion.seconds,
                     seconds_acting=time.perf_counter() - began,
                 )
             )

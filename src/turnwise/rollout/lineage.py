@@ -71,7 +71,7 @@ class Lineage:
     turns: dict[str, RecordedTurn] = field(default_factory=dict)  # by the digest of all messages up to the turn
     continued: set[str] = field(default_factory=set)  # digests of turns that a later call continued
     openings: set[str] = field(default_factory=set)  # digests of first messages
-    asked: set[str] = field(default_factory=set)  # digests of all messages of calls that were answered
+    answered: set[str] = field(default_factory=set)  # digests of all messages of calls that were answered
     last: str = ""  # digest of the turn recorded last
     causes: Counter[str] = field(default_factory=Counter)
     differences: dict[str, str] = field(default_factory=dict)  # by cause, the first one of the episode
@@ -80,14 +80,25 @@ class Lineage:
     def place(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Placement:
         """Find the turn that ``messages`` continue, and render what is new."""
         keys = prefix_digests(messages, tools)
-        known = next((n for n in range(len(messages), 0, -1) if keys[n] in self.turns), 0)
-        tail = [readable(message) for message in messages[known:]]
-        if known and not any(message["role"] == "assistant" for message in tail):
-            return self._continue(keys, known, tail)
-        if keys[-1] in self.asked:
-            return Placement(self.renderer.open(self._all_written(messages, tools), tools), keys, SIBLING)
-        whole = self._all_written(messages, tools)
-        placement = Placement(self.renderer.open(whole, tools), keys, self._cause(messages, keys, known))
+        recorded = next((n for n in range(len(messages), 0, -1) if keys[n] in self.turns), 0)  # of the longest prefix
+        tail = [readable(message) for message in messages[recorded:]]
+        if recorded and not any(message["role"] == "assistant" for message in tail):
+            return self._continue(keys, recorded, tail)
+        whole = []
+        for message in messages:
+            plain = readable(message)
+            calls = [_call(call) for call in message.get("tool_calls") or ()]
+            if plain["role"] == "assistant" and calls:  # not sampled in this place: written in the model's own syntax
+                written = "".join(
+                    f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {text}}}</tool_call>'
+                    for name, text in calls
+                )
+                plain = {"role": "assistant", "content": self.renderer.turn_text(plain["content"] + written, tools)}
+            whole.append(plain)
+        dialogue = self.renderer.open(whole, tools)
+        if keys[-1] in self.answered:
+            return Placement(dialogue, keys, SIBLING)
+        placement = Placement(dialogue, keys, self._cause(messages, keys, recorded))
         holder = next((self.holders[key] for key in reversed(keys[1:]) if key in self.holders), self.last)
         return self._explained(placement, holder)
 
@@ -98,39 +109,28 @@ class Lineage:
             placement.difference = first_difference(before, placement.dialogue.ids, self.renderer.decode)
         return placement
 
-    def _all_written(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        return [self._written(message, tools) for message in messages]
-
-    def _written(self, message: Message, tools: Sequence[dict[str, Any]]) -> Message:
-        """A message of a new sequence. Calls of an assistant turn that is not followed are written in the model's own syntax."""
-        plain = readable(message)
-        calls = [_call(call) for call in message.get("tool_calls") or ()]
-        if plain["role"] != "assistant" or not calls:
-            return plain
-        written = "".join(
-            f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {text}}}</tool_call>' for name, text in calls
-        )
-        return {"role": "assistant", "content": self.renderer.turn_text(plain["content"] + written, tools)}
-
-    def _continue(self, keys: list[str], known: int, tail: list[Message]) -> Placement:
-        key = keys[known]
+    def _continue(self, keys: list[str], recorded: int, tail: list[Message]) -> Placement:
+        key = keys[recorded]
         dialogue = copied(self.turns[key].dialogue)
         self.renderer.append_observation(dialogue, tail)
         if dialogue.restarted:
-            dropped = _thoughts(self.turns[key].dialogue.text) > _thoughts(dialogue.text)
-            cause = THINKING if dropped else TEMPLATE
-            return self._explained(Placement(dialogue, keys, cause), key)
+            # a template that leaves earlier thinking out closes fewer thoughts than were sampled
+            sampled, rendered = (
+                sum(text.count(tag) for tag in set(THINKING_TAGS.values()))
+                for text in (self.turns[key].dialogue.text, dialogue.text)
+            )
+            return self._explained(Placement(dialogue, keys, THINKING if sampled > rendered else TEMPLATE), key)
         if key in self.continued:
-            return Placement(dialogue, keys, SIBLING if keys[-1] in self.asked else BRANCH)
+            return Placement(dialogue, keys, SIBLING if keys[-1] in self.answered else BRANCH)
         return Placement(dialogue, keys, CONTINUED if key == self.last else INTERLEAVED)
 
-    def _cause(self, messages: Sequence[Message], keys: list[str], known: int) -> str:
+    def _cause(self, messages: Sequence[Message], keys: list[str], recorded: int) -> str:
         """Why a new sequence begins where no recorded turn is continued."""
         if not self.turns:
             return OPENING
-        if known or any(message["role"] == "assistant" for message in messages):
-            shared = any(keys[n] in self.openings for n in range(1, len(keys)))
-            return REWRITTEN if known or not shared else COMPACTION
+        if recorded or any(message["role"] == "assistant" for message in messages):
+            shared = any(key in self.openings for key in keys[1:])
+            return REWRITTEN if recorded or not shared else COMPACTION
         return COMPACTION if keys[1] in self.openings and keys[-1] not in self.openings else SUB_AGENT
 
     def record(self, placement: Placement, tokens: Sequence[int], echo: Message) -> None:
@@ -141,7 +141,7 @@ class Lineage:
         if placement.cause in (OPENING, SUB_AGENT, COMPACTION, REWRITTEN):
             self.openings.update(placement.keys[1:3])
         self.causes[placement.cause] += 1
-        self.asked.add(placement.keys[-1])
+        self.answered.add(placement.keys[-1])
         if placement.difference:
             self.differences.setdefault(placement.cause, placement.difference)
         self.last = extended(placement.keys[-1], echo)
@@ -156,13 +156,8 @@ class Lineage:
 
 def copied(dialogue: Dialogue) -> Dialogue:
     """A dialogue that can be continued without changing the original."""
-    return replace(
-        dialogue,
-        messages=list(dialogue.messages),
-        ids=list(dialogue.ids),
-        new_ids=list(dialogue.new_ids),
-        masked_ids=[],
-    )
+    copies = {name: list(getattr(dialogue, name)) for name in ("messages", "ids", "new_ids")}
+    return replace(dialogue, **copies, masked_ids=[])
 
 
 def first_difference(before: Sequence[int], now: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
@@ -170,11 +165,6 @@ def first_difference(before: Sequence[int], now: Sequence[int], decode: Callable
     at = next((n for n, (a, b) in enumerate(zip(before, now)) if a != b), min(len(before), len(now)))
     pieces = [repr(decode(ids[at : at + 6])) if at < len(ids) else "nothing" for ids in (before, now)]
     return f"at token {at}: recorded {pieces[0]}, now {pieces[1]}"
-
-
-def _thoughts(text: str) -> int:
-    """How many thoughts a text closes."""
-    return sum(text.count(tag) for tag in set(THINKING_TAGS.values()))
 
 
 def prefix_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -221,5 +211,5 @@ def message_text(message: Message) -> str:
 def readable(message: Message) -> Message:
     """A message of the wire as a dialogue holds it: role, text, and the name and call of a tool reply."""
     role = "system" if message["role"] == "developer" else message["role"]
-    kept = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)} if role == "tool" else {}
-    return {"role": role, "content": clean(message_text(message)), **kept}
+    of_tool = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)} if role == "tool" else {}
+    return {"role": role, "content": clean(message_text(message)), **of_tool}

@@ -94,16 +94,11 @@ class Renderer:
             raise RenderError(
                 "this model's tokenizer has no chat template; give one with --template chatml or --template FILE.jinja"
             )
-        self.decode, self._encode, self._render = (
-            fast_decoder(tokenizer),
-            fast_encoder(tokenizer),
-            fast_template(tokenizer, dict(options)),
-        )
+        self.decode, self._encode = fast_decoder(tokenizer), fast_encoder(tokenizer)
+        self._render = fast_template(tokenizer, dict(options))
         self._loop = message_loop(tokenizer, self._render, dict(options))
         self._convert: Conversion | None = None  # None: the template takes every dialogue as it is
-        self._openings: deque[tuple[list[Message], Sequence[dict[str, Any]], str, list[int]]] = deque(
-            maxlen=CACHED_OPENINGS
-        )
+        self._openings: deque[tuple[list[Message], Any, str, list[int]]] = deque(maxlen=CACHED_OPENINGS)
         self.call_turns = self._call_turns()
         source = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
         self.syntax = (
@@ -117,9 +112,8 @@ class Renderer:
             raise RenderError("the chat template does not render assistant messages; dialogues could not be followed")
         ends = self._specials_behind(marker, text)[:1]
         markup = {*self.encode(self.syntax.example)} - {*self.encode(self.syntax.turn_end)}
-        call_ends = [i for _, turn in self.call_turns for i in self._specials_behind(marker, turn) if i not in markup][
-            -1:
-        ]
+        behind = [i for _, turn in self.call_turns for i in self._specials_behind(marker, turn)]
+        call_ends = [i for i in behind if i not in markup][-1:]
         eos = self.tokenizer.eos_token_id
         stops = tuple(dict.fromkeys([*ends, *call_ends, *([] if eos is None else [int(eos)])]))
         if not stops:
@@ -186,11 +180,9 @@ class Renderer:
             dialogue.new_ids = self.encode(full[len(dialogue.text) :])
             dialogue.ids += dialogue.new_ids
         else:
-            text = dialogue.text
-            at = _common_length(text, full)
-            dialogue.cause = (
-                f"the chat template writes {full[at : at + 40]!r} where the dialogue has {text[at : at + 40]!r}"
-            )
+            at = _common_length(dialogue.text, full)
+            ours, theirs = dialogue.text[at : at + 40], full[at : at + 40]
+            dialogue.cause = f"the chat template writes {theirs!r} where the dialogue has {ours!r}"
             dialogue.ids = self.encode(full)
             dialogue.new_ids, dialogue.restarted = list(dialogue.ids), True
         dialogue.text = full
@@ -204,12 +196,12 @@ class Renderer:
         count, length = dialogue.rendered
         try:
             before, behind = self._loop.ends(dialogue.tools)
-            kept = dialogue.text[:length] + self._loop.tail(dialogue.messages[count:], dialogue.tools)
+            rendered = dialogue.text[:length] + self._loop.tail(dialogue.messages[count:], dialogue.tools)
         except Exception:  # templates raise any exception: ``_text`` says which
             return self._text(dialogue.messages, dialogue.tools, True)
-        kept = kept if count else before + kept
-        dialogue.rendered = (len(dialogue.messages), len(kept))
-        return kept + behind
+        rendered = rendered if count else before + rendered
+        dialogue.rendered = (len(dialogue.messages), len(rendered))
+        return rendered + behind
 
     def _masked(self, dialogue: Dialogue, prefix: int, contents: list[str]) -> list[int]:
         """The new ids, which encode the text behind ``prefix`` characters, with the contents of the last messages masked."""
@@ -293,10 +285,7 @@ class Renderer:
         for form, probe in product((AS_OBJECTS, AS_JSON), (PROBE, replace(PROBE, id=f"functions.{PROBE.name}:0"))):
             turn = {"role": "assistant", "content": "", "tool_calls": as_field((probe,), form)}
             try:
-                before, text = (
-                    self._render(prompt, PROBE_TOOLS, False),
-                    self._render([*prompt, turn], PROBE_TOOLS, False),
-                )
+                before, text = (self._render(m, PROBE_TOOLS, False) for m in (prompt, [*prompt, turn]))
             except Exception:  # templates raise any exception
                 continue
             if PROBE.arguments["word"] in text:

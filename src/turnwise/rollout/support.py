@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from turnwise.core.records import Task
+from turnwise.core.stateful import remember
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_hint, read_messages, read_step
 from turnwise.errors import EnvironmentFault
@@ -70,7 +71,7 @@ class SupportResolver:
     renderer: Renderer
     limits: EpisodeLimits
     tools: Sequence[dict[str, Any]] = ()
-    known: dict[str, TaskHelp] = field(default_factory=dict)
+    offered: dict[str, TaskHelp] = field(default_factory=dict)  # by task key, the latest ones
 
     async def resolve(self, support: Support, task: Task) -> EpisodeSupport:
         """Help as text and ids. Raises where the task offers nothing of the kind."""
@@ -116,11 +117,9 @@ class SupportResolver:
         return self.renderer.encode_turn(self.renderer.turn_text(text, self.tools))
 
     async def task_help(self, task: Task) -> TaskHelp:
-        if task.key not in self.known:
-            self.known[task.key] = await self._look(task)
-            while len(self.known) > CACHED:
-                del self.known[next(iter(self.known))]
-        return self.known[task.key]
+        if task.key not in self.offered:
+            remember(self.offered, task.key, await self._look(task), CACHED)
+        return self.offered[task.key]
 
     async def _look(self, task: Task) -> TaskHelp:
         """Hints and the scripted solution of a task, from an environment of its own."""
@@ -164,10 +163,8 @@ class SupportResolver:
 def plan_of(turns: Sequence[str]) -> str:
     """A plan in words from the turns of a trace: ``plan: north 2 times, then take``. Equal turns in a row are counted, and a tool
     call is its name with the values of its arguments."""
-    steps = [
-        (text, len(list(same)))
-        for text, same in groupby(" ".join(_CALL.sub(lambda found: _spoken(found[1]), turn).split()) for turn in turns)
-    ]
+    spoken = (" ".join(_CALL.sub(lambda call: _spoken(call[1]), turn).split()) for turn in turns)
+    steps = [(text, len(list(same))) for text, same in groupby(spoken)]
     return f"{PLAN} " + ", then ".join(text if n == 1 else f"{text} {n} times" for text, n in steps)
 
 

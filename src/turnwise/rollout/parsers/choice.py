@@ -51,9 +51,9 @@ def read_turn(text: str, syntax: ToolSyntax = HERMES, tools: Tools = (), in_thou
     return Action(text, parsed.calls, parsed.faults, parsed.thinking)
 
 
-def other_syntax(text: str, parsed: ParsedTurn, own: ToolSyntax, tools: Tools, in_thought: bool) -> str:
+def other_syntax(text: str, parsed: ParsedTurn, mine: ToolSyntax, tools: Tools, in_thought: bool) -> str:
     """The name of another syntax that reads a call from this turn, or whose marker the turn holds; else empty."""
-    others = [s for s in SYNTAXES.values() if s is not own]
+    others = [s for s in SYNTAXES.values() if s is not mine]
     names = tool_names(tools)
     for other in others:
         if not other.bare and not any(marker in text for marker in other.markers):

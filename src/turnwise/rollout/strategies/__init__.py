@@ -66,7 +66,13 @@ class GroupRequest:
 
     async def play_all(self, sessions: Sequence[Session], first: int = 0, **more: Any) -> list[Trajectory]:
         """Play one episode in each session, concurrently; ids are numbered from ``first``."""
-        plays = (self.play(self.key(first + i), self.task, s, **more) for i, s in enumerate(sessions))
+        return await self.play_each(sessions, [more] * len(sessions), first)
+
+    async def play_each(
+        self, sessions: Sequence[Session], options: Sequence[Mapping[str, Any]], first: int = 0
+    ) -> list[Trajectory]:
+        """Play one episode in each session with options of its own, concurrently."""
+        plays = (self.play(self.key(first + i), self.task, s, **o) for i, (s, o) in enumerate(zip(sessions, options)))
         return list(await asyncio.gather(*plays))
 
 
@@ -117,8 +123,8 @@ FORK_RULES = ("surprise", "even", "every")
 class Independent(Strategy):
     """Samples all trajectories independently and concurrently."""
 
-    def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
-        return _play_scaled(request, request.sessions(), [1.0] * request.size)
+    async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
+        return request.grown(await request.play_all(sessions))
 
 
 class OneTurn(Strategy):
@@ -141,11 +147,12 @@ class EntropyControl(Strategy):
     cold: float = number(0.8, above=0, most=1)
     share: float = number(0.25, least=0, below=1)
 
-    def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
+    async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
         scale = self.hot if request.last_metrics.get("entropy", 0.0) <= self.target else self.cold
         scaled = int(request.size * self.share)
-        scales = [1.0] * (request.size - scaled) + [scale] * scaled
-        return _play_scaled(request, request.sessions(), scales)
+        # a scale of 1 is left out: what is not scaled is not marked as guided
+        options: list[dict[str, Any]] = [{"temperature_scale": scale} if scale != 1 else {}] * scaled
+        return request.grown(await request.play_each(sessions, [{}] * (request.size - scaled) + options))
 
 
 class Reworded(Strategy):
@@ -156,17 +163,8 @@ class Reworded(Strategy):
     requirements = frozenset({"wordings"})
 
     async def grow(self, request: GroupRequest, sessions: Sequence[Session]) -> Group:
-        one = lambda i, s, w: request.play(request.key(i), request.task, s, **({"wording": w} if w else {}))  # noqa: E731
-        plays = (one(i, s, i % self.wordings) for i, s in enumerate(sessions))
-        return request.grown(await asyncio.gather(*plays))
-
-
-async def _play_scaled(request: GroupRequest, sessions: Sequence[Session], scales: Sequence[float]) -> Group:
-    plays = (
-        request.play(request.key(i), request.task, s, *(() if x == 1 else (x,)))
-        for i, (s, x) in enumerate(zip(sessions, scales))
-    )
-    return request.grown(await asyncio.gather(*plays))
+        options = [{"wording": w} if (w := i % self.wordings) else {} for i in range(len(sessions))]
+        return request.grown(await request.play_each(sessions, options))
 
 
 class Hinted(Strategy):
@@ -236,17 +234,16 @@ class DraftSelection(Strategy):
         park(exact)  # they generate nothing before the drafts have ended
         group, task, play = request.group, request.task, request.play
         drafts = await asyncio.gather(*(play(f"{group}.draft{i}", task, s) for i, s in enumerate(cheap)))
-        kept_of_valid = sorted(extremes([t.reward for t in drafts if t.status != Status.FAILED], request.size))
         valid = [i for i, t in enumerate(drafts) if t.status != Status.FAILED]
         failed = [i for i in range(len(drafts)) if i not in valid]
-        kept = [valid[k] for k in kept_of_valid] + failed[: request.size - len(kept_of_valid)]
-        for i, session in enumerate(exact):
-            if i not in kept:
-                session.close()
-        played = await asyncio.gather(*(play(request.key(i), task, exact[i]) for i in kept))
-        share = sum(t.sampled for t in drafts) / max(1, len(kept))  # the cost of the drafts, divided among the kept
+        best_and_worst = sorted(extremes([drafts[i].reward for i in valid], request.size))
+        # failed drafts fill the group where too few are valid: an exact rollout may succeed
+        chosen = [valid[k] for k in best_and_worst] + failed[: request.size - len(best_and_worst)]
+        close([session for i, session in enumerate(exact) if i not in chosen])
+        played = await asyncio.gather(*(play(request.key(i), task, exact[i]) for i in chosen))
+        share = sum(t.sampled for t in drafts) / max(1, len(chosen))  # the cost of the drafts, divided among the chosen
         facts = lambda i: {"draft": float(drafts[i].reward), DRAFT_TOKENS: share}  # noqa: E731
-        return request.grown([replace(t, facts={**t.facts, **facts(i)}) for i, t in zip(kept, played)])
+        return request.grown([replace(t, facts={**t.facts, **facts(i)}) for i, t in zip(chosen, played)])
 
 
 def extremes(values: list[float], size: int) -> list[int]:
@@ -327,15 +324,12 @@ class Branch(Strategy):
     async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
         trunk_sessions, fork_sessions = sessions[: self.trunks], sessions[self.trunks :]
         park(fork_sessions)  # they generate nothing before the trunks have ended
-        play, task, points = request.play, request.task, [list[Any]() for _ in trunk_sessions]
-        trunks = await asyncio.gather(
-            *(play(request.key(i), task, s, fork_points=points[i]) for i, s in enumerate(trunk_sessions))
-        )
+        points = [list[Any]() for _ in trunk_sessions]
+        trunks = await request.play_each(trunk_sessions, [{"fork_points": listed} for listed in points])
         count = len(fork_sessions)
         origins = self._select(trunks, points, count) or [None] * count  # None: more trunks
-        numbered = zip(range(len(trunk_sessions), len(sessions)), fork_sessions, origins)
-        plays = [play(request.key(i), task, s, fork_from=f) for i, s, f in numbered]
-        return request.grown([*trunks, *await asyncio.gather(*plays)])
+        options = [{"fork_from": point} for point in origins]
+        return request.grown([*trunks, *await request.play_each(fork_sessions, options, len(trunk_sessions))])
 
     def _select(self, trunks: Sequence[Trajectory], fork_points: list[list[Any]], count: int) -> list[Any]:
         """``count`` fork points, with repetition; none if no trajectory got beyond its first turn."""
@@ -391,17 +385,12 @@ class ForcedModes(Strategy):
         given = [text for text in self.texts for _ in range(self.forced)]
         openings = [*given, *[""] * (len(sessions) - len(given))]
         supports: list[dict[str, Any]] = [{"support": Support(opening=text)} if text else {} for text in openings]
-        plays = [
-            request.play(request.key(i), request.task, s, **support)
-            for i, (s, support) in enumerate(zip(sessions, supports))
-        ]
-        played = await asyncio.gather(*plays)
-        return request.grown([self._marked(t, bool(text)) for t, text in zip(played, openings)])
-
-    def _marked(self, trajectory: Trajectory, forced: bool) -> Trajectory:
-        said = next((str(m.get("content") or "") for m in trajectory.messages if m.get("role") == "assistant"), "")
-        mode = next((n for n, text in enumerate(self.texts) if said.lstrip().startswith(text.strip())), -1)
-        return replace(trajectory, facts={**trajectory.facts, MODE: float(mode), FORCED: float(forced)})
+        marked = []
+        for t, forced in zip(await request.play_each(sessions, supports), map(bool, openings)):
+            said = next((str(m.get("content") or "") for m in t.messages if m.get("role") == "assistant"), "")
+            mode = next((n for n, text in enumerate(self.texts) if said.lstrip().startswith(text.strip())), -1)
+            marked.append(replace(t, facts={**t.facts, MODE: float(mode), FORCED: float(forced)}))
+        return request.grown(marked)
 
 
 @dataclass(frozen=True)

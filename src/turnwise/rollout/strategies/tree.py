@@ -32,8 +32,8 @@ class GrownEpisode:
 
     def uncertainty(self, turn: int, count: int | None = None) -> list[float]:
         """Entropies of a turn's first tokens; −log p of the sampled tokens where the generator reports none."""
-        known = self.entropies[turn] if turn < len(self.entropies) else ()
-        return list(known or [-x for x in self.trajectory.turns[turn].logp])[:count]
+        reported = self.entropies[turn] if turn < len(self.entropies) else ()
+        return list(reported or [-x for x in self.trajectory.turns[turn].logp])[:count]
 
     def position(self, tokens: int) -> ForkPoint | None:
         """The fork point after so many of its own sampled tokens; None where it has no more than these."""
@@ -162,8 +162,8 @@ class SegmentTree(TreeStrategy):
         for depth, factor in enumerate(deeper, start=1):
             starts, owners = list[ForkPoint](), list[int]()
             for episode in tree.grown:
-                own = depth * self.segment - begins[episode.trajectory.id]
-                point = episode.position(own) if episode.trajectory.status != Status.FAILED else None
+                sampled = depth * self.segment - begins[episode.trajectory.id]
+                point = episode.position(sampled) if episode.trajectory.status != Status.FAILED else None
                 starts += [point] * (factor - 1) if point is not None else []
                 owners += [depth * self.segment] * (factor - 1) if point is not None else []
             made = await tree.play(starts)
@@ -195,10 +195,10 @@ class UncertainTokens(TreeStrategy):
             if not points:
                 break
             made = await tree.play(points)
-            kept = [g for g, point in zip(made, points) if not self._reconverged(g, point, family)]
-            pruned += len(kept) < len(made)
-            self._drop(tree, [g for g in made if g not in kept])
-            family += kept
+            other = [g for g, point in zip(made, points) if not self._reconverged(g, point, family)]
+            pruned += len(other) < len(made)
+            self._drop(tree, [g for g in made if g not in other])
+            family += other
 
     def _points(self, family: list[GrownEpisode], used: set[tuple[str, int, int]], count: int) -> list[ForkPoint]:
         """The most uncertain tokens of all trajectories of the tree at which it was not forked yet."""
@@ -315,10 +315,8 @@ def score(node: Node, beta: float) -> float:
 def turn_tree(episodes: Sequence[GrownEpisode]) -> Node:
     """The tree of these trajectories by turns; parents come before their forks."""
     root = Node()
-    lines, begins = (
-        dict[str, list[Node]](),
-        dict[str, int](),
-    )  # all nodes of a trajectory, and where its own turns begin
+    # of each trajectory: all of its nodes, and where its own turns begin
+    lines, begins = dict[str, list[Node]](), dict[str, int]()
     for episode in episodes:
         t = episode.trajectory
         begin = 0 if t.fork is None else begins[t.fork.parent] + t.fork.turn
@@ -395,7 +393,7 @@ class BranchRule(Declared):
 
     def branches(self, entropy: Sequence[float], confidence: Sequence[float]) -> list[tuple[int, int]]:
         """Positions and widths, in order; only widths above 1."""
-        found, begin = list[tuple[int, int]](), 0
+        places, begin = list[tuple[int, int]](), 0
         for t, h in enumerate(entropy):
             sure = trailing_mean(confidence, t, self.window)
             sure = self.confident if math.isinf(sure) else sure  # the generator does not report it
@@ -403,9 +401,9 @@ class BranchRule(Declared):
             if near or h < self.high or sure > self.confident or entropy_rise(entropy, t, self.window) < self.rise:
                 continue
             if (width := self.width(h, sure)) > 1:
-                found.append((t, width))
+                places.append((t, width))
                 begin = t
-        return found
+        return places
 
 
 class PruneRule(Declared):
@@ -468,15 +466,19 @@ class WatchedSession:
             size = left if whole else min(left, WATCH_EVERY)
             sampled = [token for part in parts for token in part.tokens]
             part = await self.session.generate([*ids, *sampled], replace(sampling, max_tokens=size))
-            kept = self._watch(part)
-            parts.append(_first(part, kept) if kept < len(part.tokens) else part)
+            count = self._watch(part)
+            if count < len(part.tokens):  # stopped inside this piece
+                lists: Any = {name: list(getattr(part, name))[:count] for name in LISTS}
+                routes = part.routes[: max(0, len(part.routes) - len(part.tokens) + count)]
+                part = replace(part, stop=Stop.LENGTH, routes=routes, **lists)
+            parts.append(part)
             left -= size
             if self.stopped or part.stop != Stop.LENGTH or len(part.tokens) < size:
                 break
         if len(parts) == 1:
             return parts[0]
-        lists: Any = {name: [x for part in parts for x in getattr(part, name)] for name in LISTS}
-        return replace(parts[-1], seconds=sum(part.seconds for part in parts), **lists)
+        joined: Any = {name: [x for part in parts for x in getattr(part, name)] for name in LISTS}
+        return replace(parts[-1], seconds=sum(part.seconds for part in parts), **joined)
 
     def _watch(self, part: Completion) -> int:
         """Keep what a piece says of itself; returns how many of its tokens remain."""
@@ -506,12 +508,6 @@ class WatchedSession:
 
 
 LISTS = ("tokens", "logp", "mass", "version", "kept", "entropy", "confidence")
-
-
-def _first(part: Completion, count: int) -> Completion:
-    lists: Any = {name: list(getattr(part, name))[:count] for name in LISTS}
-    routes = part.routes[: max(0, len(part.routes) - len(part.tokens) + count)]
-    return replace(part, stop=Stop.LENGTH, routes=routes, **lists)
 
 
 class ConfidenceTree(TreeStrategy):
@@ -553,15 +549,11 @@ class WatchedGrowth(TreeGrowth):
         rule = None if start is None else self.prune
         watched = self.watched[self.request.key(i)] = WatchedSession(session, rule)
         episode = await super()._play(i, watched, start)
-        episode.trajectory = _with_penalty(episode.trajectory, watched)
+        trajectory = episode.trajectory
+        if watched.stopped and rule is not None and trajectory.status != Status.FAILED:
+            penalty = rule.penalty(watched.confidence, [math.exp(x) for x in watched.probability_logs])
+            episode.trajectory = replace(trajectory, facts={**trajectory.facts, PRUNED: penalty})
         return episode
-
-
-def _with_penalty(trajectory: Trajectory, watched: WatchedSession) -> Trajectory:
-    if not watched.stopped or watched.rule is None or trajectory.status == Status.FAILED:
-        return trajectory
-    penalty = watched.rule.penalty(watched.confidence, [math.exp(x) for x in watched.probability_logs])
-    return replace(trajectory, facts={**trajectory.facts, PRUNED: penalty})
 
 
 DIAGNOSES = ("verifier", "surprise", "start")
@@ -608,13 +600,12 @@ class HintedRetry(Strategy):
         count = (request.size + 1) // 2
         park(sessions[count:])
         tried = await asyncio.gather(*(attempt(request, i, s) for i, s in enumerate(sessions[:count])))
-        plays = []
-        for i, (episode, session) in enumerate(zip(tried, sessions[count:]), start=count):
+        options, support = list[dict[str, Any]](), Support(tier=self.tier, recorded=False)
+        for episode in tried[: len(sessions) - count]:
             point = None if succeeded(episode.trajectory) else first_error(episode, self.diagnosis)
-            more: dict[str, Any] = {"fork_from": point} if point is not None else {}
-            more |= {"support": Support(tier=self.tier, recorded=False)} if point is not None else {}
-            plays.append(request.play(request.key(i), request.task, session, **more))
-        return request.grown([*(g.trajectory for g in tried), *await asyncio.gather(*plays)])
+            options.append({"fork_from": point, "support": support} if point is not None else {})
+        again = await request.play_each(sessions[count:], options, count)
+        return request.grown([*(g.trajectory for g in tried), *again])
 
 
 class RepairedAttempts(Strategy):
@@ -643,7 +634,7 @@ class RepairedAttempts(Strategy):
             request.play(request.key(RETRY + i), request.task, s, fork_from=point, support=support)
             for (i, point), s in zip(chosen, spare)
         ]
-        for (i, point), repair in zip(chosen, await asyncio.gather(*plays)):
+        for (i, point), repair in zip(chosen, await asyncio.gather(*plays)):  # ids say whose place a repair takes
             if succeeded(repair) and point is not None:
                 members[i] = grafted(members[i], repair, point)
         return request.grown(members)
