@@ -42,7 +42,7 @@ ROWS = CacheChoice(page=0)
 
 def check() -> None:
     """Print the largest error of every kernel over pages, for the head shapes of both models and a long, split row."""
-    from turnwise.engines.kernels import triton
+    from turnwise.engines.kernels.triton import decode
 
     random_numbers = torch.Generator("cuda").manual_seed(0)
     normal = lambda *shape, dtype=torch.bfloat16: torch.randn(  # noqa: E731
@@ -62,7 +62,7 @@ def check() -> None:
         q, ends = normal(150, H * D, dtype=dtype), torch.tensor([0, 70, 71, 150], device="cuda")
         start, rows = torch.tensor([10, 64, context - 79], device="cuda"), torch.tensor([2, 0, 5], device="cuda")
         both = []
-        for module in (triton, reference):
+        for module in (decode, reference):
             k, v, out = keys.clone(), values.clone(), torch.zeros(lanes, H * D, dtype=dtype, device="cuda")
             module.decode_attention(qkv, k, v, table, context, cos, sin, None, position, out, D**-0.5, 1e-6)
             chunks = torch.zeros_like(q)

@@ -59,7 +59,7 @@ def compiler(generation: int, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(f"turnwise.engines.kernels.triton.{name}".rstrip("."))
+    return importlib.import_module(f"turnwise.engines.kernels.triton.{name}")
 
 
 def zeros(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +72,7 @@ def whole(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize(("generation", "kind"), [*BOTH, (HOPPER, torch.float32)])
 def test_decoding(compiler: Compiler, kind: torch.dtype):
-    k, lanes, H, K, D, W = load(""), 6, 9, 3, 64, 40
+    k, lanes, H, K, D, W = load("decode"), 6, 9, 3, 64, 40
     x, qkv = zeros(lanes, 96), zeros(lanes, (H + 2 * K) * D, kind=kind)
     for delta in (None, zeros(lanes, 96, kind=kind)):
         k.add_norm(x, delta, zeros(96), 1e-5, kind)

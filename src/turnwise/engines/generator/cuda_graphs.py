@@ -186,7 +186,7 @@ class GraphDecoder(LlamaDecoder):
         return super().unsupported_reason(model, windows) or reason
 
     def __init__(self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any) -> None:
-        """``kernels``: the module with the operations, ``kernels.triton`` or ``kernels.reference``."""
+        """``kernels``: the module with the operations, ``kernels.triton.decode`` or ``kernels.reference``."""
         self.kernels, self.on_gpu = kernels, kv_cache.device.type == "cuda"
         kv_cache.allocate_all()  # a graph needs the cache at a fixed address
         self.dtype = kv_cache.dtype

@@ -70,8 +70,13 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None:
         return None, "no C compiler"
     try:
-        for runtime in _openmp():
-            ctypes.CDLL(runtime, mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+        # PyTorch's own OpenMP runtimes, which are mapped already: made global, our calls bind to them
+        maps = Path("/proc/self/maps")
+        mapped = (
+            {line.split()[-1] for line in maps.read_text(encoding="utf-8").splitlines()} if maps.is_file() else set()
+        )
+        for path in sorted(p for p in mapped if Path(p).name.startswith(("libgomp", "libomp", "libiomp"))):
+            ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOW)
         # RTLD_NOW: a symbol that does not bind now would crash later
         loaded = ctypes.CDLL(str(_built(compiler)), mode=os.RTLD_NOW)
         for name, types in SIGNATURES.items():
@@ -79,52 +84,38 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             function.argtypes, function.restype = types, None
         return loaded, ""
     except (OSError, AttributeError, subprocess.SubprocessError) as fault:
-        message = getattr(fault, "stderr", None) or str(fault)
-        log.info("C kernels are not available: %s", message)
-        return None, (message.strip().splitlines() or [type(fault).__name__])[0]
-
-
-def _openmp() -> list[str]:
-    """Files of the OpenMP runtimes that are already loaded: PyTorch's own."""
-    try:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
-    except OSError:
-        return []
-    return sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
+        message = (getattr(fault, "stderr", None) or str(fault)).strip() or type(fault).__name__
+        log.warning("no C kernels, so this CPU computes several times slower: %s: %s", type(fault).__name__, message)
+        return None, message.splitlines()[0]
 
 
 def _built(compiler: str) -> Path:
     """The shared library; compiled unless an earlier run on the same kind of machine left it in the cache."""
-    key = "\n".join((SOURCE.read_text(encoding="utf-8"), *FLAGS, compiler, _machine()))
+    # what -march=native depends on: different machines may share a home directory
+    machine, facts = platform.machine() + platform.processor(), Path("/proc/cpuinfo")
+    if facts.is_file():
+        prefixes = ("flags", "features", "model name", "cpu part")
+        lines = {x for x in facts.read_text(encoding="utf-8").splitlines() if x.lower().startswith(prefixes)}
+        machine = platform.machine() + "".join(sorted(lines))
+    key = "\n".join((SOURCE.read_text(encoding="utf-8"), *FLAGS, compiler, machine))
     name = f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnwise"
     if (cache_dir / name).is_file():
         return cache_dir / name
     with tempfile.TemporaryDirectory() as folder:
         compiled, linked = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-        for command in (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            [compiler, "-shared", str(compiled), "-lm", "-o", str(linked)],
-        ):
+        compile_options, link_options = ["-c", str(SOURCE), "-o", str(compiled)], ["-lm", "-o", str(linked)]
+        for command in ([compiler, *FLAGS, *compile_options], [compiler, "-shared", str(compiled), *link_options]):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             temporary = Path(shutil.copyfile(linked, cache_dir / f"{name}.{os.getpid()}"))
-        except OSError:  # no writable cache directory
+        except OSError as fault:
+            log.warning("C kernels are compiled by every process, because none can keep them: %r", fault)
             cache_dir = Path(tempfile.mkdtemp(prefix="turnwise-"))
             temporary = Path(shutil.copyfile(linked, cache_dir / "kernels.so"))
         temporary.replace(cache_dir / name)  # atomically: another process may be loading it
     return cache_dir / name
-
-
-def _machine() -> str:
-    """What -march=native depends on: different machines may share a home directory."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        features = {line for line in lines if line.lower().startswith(("flags", "features", "model name", "cpu part"))}
-        return platform.machine() + "".join(sorted(features))
-    except OSError:
-        return platform.machine() + platform.processor()
 
 
 def _run(name: str, *arguments: Tensor | float | Any) -> None:

@@ -18,7 +18,7 @@ from turnwise.engines.kernels import cpu, reference
 ROUNDS = 6
 PRODUCTS = 20  # per round: a few milliseconds
 ROWS, WIDTH = 512, 192  # a micro-batch of the tiny model
-TRITON = "turnwise.engines.kernels.triton"
+TRITON = "turnwise.engines.kernels.triton."
 MARGIN = 1.15  # fewer threads must be this much faster: a quiet machine always keeps all of its cores
 
 
@@ -29,13 +29,14 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _triton_supports(x: Tensor) -> bool:
+    """Triton is installed only with CUDA, so its modules are imported late."""
     return x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
 
 
 def ops_for(x: Tensor) -> ModuleType:
     """The operations of a learner's layers for a tensor: Triton on a GPU, C on a CPU with a compiler, else the reference."""
     if _triton_supports(x):
-        return importlib.import_module(TRITON)  # imported late: Triton is installed only with CUDA
+        return importlib.import_module(TRITON + "layers")
     return cpu if cpu.fits(x) else reference
 
 
@@ -45,7 +46,7 @@ def decode_ops(device: torch.device) -> tuple[ModuleType | None, str]:
         return None, "no GPU"
     if importlib.util.find_spec("triton") is None:
         return None, "no Triton to compile kernels with"
-    return importlib.import_module(TRITON), ""
+    return importlib.import_module(TRITON + "decode"), ""
 
 
 def attention_for(x: Tensor, size: int) -> ModuleType | None:

@@ -16,7 +16,6 @@ Legend: L rows, E experts, d inputs, n outputs. Matrices are [n, d], as ``nn.Lin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -205,7 +204,7 @@ class FourBitExperts(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keeping: AbstractContextManager[Any] = nullcontext()
         if torch.is_grad_enabled() and not compat.saved_tensors_are_hooked():
-            keeping = saved_tensors_hooks(self._place_of, _numbers)
+            keeping = saved_tensors_hooks(self._place_of, lambda x: x.numbers() if isinstance(x, _Place) else x)
         self._read = {}
         self._running = True
         try:
@@ -237,10 +236,6 @@ class FourBitExperts(nn.Module):
         return _without_contents, (type(self).__mro__[2], tuple(self.packed_experts)), self.__dict__
 
 
-def _numbers(saved: Tensor | _Place) -> Tensor:
-    return saved.numbers() if isinstance(saved, _Place) else saved
-
-
 _classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
@@ -256,27 +251,23 @@ def _without_contents(family: type[nn.Module], names: tuple[str, ...]) -> nn.Mod
     return made
 
 
-def stacked_experts(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Parameter]]]:
-    """Modules that hold the matrices of all their experts in parameters [E, n, d], and these."""
-    for m in module.modules():
-        stacked = {n: p for n, p in m.named_parameters(recurse=False) if p.dim() == 3}
-        stacked = {n: p for n, p in stacked.items() if len(p) == getattr(m, "num_experts", None)}
-        if stacked:
-            yield m, stacked
-
-
 def pack_experts(module: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Pack the stacked experts inside ``module`` on ``device``, one parameter at a time; returns how many. Biases of experts
-    stay as they are."""
-    stacks = list(stacked_experts(module))
-    for m, parameters in stacks:
+    """Pack the parameters [E, n, d] that hold the matrices of all experts of a module inside ``module``, one at a time, on
+    ``device``; returns how many. Biases of experts stay as they are."""
+    count = 0
+    for m in list(module.modules()):
+        parameters = {n: p for n, p in m.named_parameters(recurse=False) if p.dim() == 3}
+        parameters = {n: p for n, p in parameters.items() if len(p) == getattr(m, "num_experts", None)}
+        if not parameters:
+            continue
         packed = nn.ModuleDict()
         for name, p in parameters.items():
             packed[name] = FourBitStack(p.detach().to(device=device, dtype=dtype))
             delattr(m, name)
         m.packed_experts, m._read, m._running = packed, {}, False  # type: ignore[assignment]
         m.__class__ = _packed_class(type(m), tuple(parameters))
-    return sum(len(parameters) for _, parameters in stacks)
+        count += len(parameters)
+    return count
 
 
 def packed_experts(module: nn.Module) -> dict[str, FourBitStack]:

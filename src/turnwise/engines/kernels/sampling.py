@@ -104,9 +104,9 @@ def truncate(weight: Tensor, whole: Tensor, top_k: Tensor, top_p: Tensor, min_p:
     p, order = weight.sort(dim=-1, descending=True, stable=True)
     p = p.double()
     rank = torch.arange(p.shape[1], device=p.device)
-    kept = torch.where(rank < top_k, p, 0.0)
-    before = kept.cumsum(-1) - kept
-    keep = (rank < top_k) & (before < top_p * kept.sum(-1, keepdim=True)) & (p >= min_p * p[:, :1])
+    of_top_k = torch.where(rank < top_k, p, 0.0)
+    before = of_top_k.cumsum(-1) - of_top_k
+    keep = (rank < top_k) & (before < top_p * of_top_k.sum(-1, keepdim=True)) & (p >= min_p * p[:, :1])
     keep |= whole | (rank == 0)
     keep = torch.zeros_like(keep).scatter_(1, order, keep)
     weight = weight * keep

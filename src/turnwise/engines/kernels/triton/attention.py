@@ -398,7 +398,7 @@ def fits(size: int, device: torch.device) -> bool:
         error = relative_error(size, device, torch.bfloat16)
         reason = "" if error <= TOLERANCE else f"it was off by {error:.2g}"
     except Exception as fault:  # an old GPU, too little shared memory, a new compiler ...
-        reason = f"it failed: {(str(fault).strip().splitlines() or [type(fault).__name__])[0]}"
+        reason = f"it failed by {type(fault).__name__}: {(str(fault).strip().splitlines() or [''])[0]}"
     if reason:
         log.warning("using PyTorch's attention for head size %d, not the Triton kernels: %s", size, reason)
     return not reason
@@ -414,20 +414,15 @@ def relative_error(size: int, device: torch.device, kind: torch.dtype) -> float:
         make(rows, parts[0], size).to(kind),
         make(rows, size // 2),
     )
-    starts, angles, scale = (
-        torch.tensor([0, 70, rows], dtype=torch.int32, device=device),
-        (angle.cos(), angle.sin()),
-        0.3,
-    )
-    where = (starts, starts, None, (70, 70), scale)
+    starts, scale = torch.tensor([0, 70, rows], dtype=torch.int32, device=device), 0.3
+    where, angles = (starts, starts, None, (70, 70), scale), (angle.cos(), angle.sin())
     (q, k, v), d = qkv.split(parts, 1), torch.empty_like(qkv)
     out, stats = forward(q, k, v, *where)
     dq, dk, dv = d.split(parts, 1)
     d_queries(d_out, q, k, v, out, stats, *where, dq, angles)
     d_keys(d_out, q, k, v, stats, *where, dk, dv, angles)
-    keep = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t, lambda t: t
-    )  # the first caller may be recomputing a layer
+    # the first caller may be recomputing a layer, whose hooks would drop what these gradients need
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), keep:
         a, b, c = (x.float().requires_grad_() for x in (q, k, v))
         expected = reference.varlen_attention(a, b, c, starts, starts, None, scale)[0]

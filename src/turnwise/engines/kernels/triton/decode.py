@@ -25,6 +25,7 @@ from turnwise.engines import compat
 from turnwise.engines.kernels import sampling
 from turnwise.engines.kernels.reference import LANES_PER_PROGRAM
 from turnwise.engines.kernels.triton import attention
+from turnwise.engines.kernels.triton.layers import add_norm, swiglu  # noqa: F401 - a decoder's layers use them too
 
 LOWEST = tl.constexpr(-1e30)  # not −inf: the difference of two infinities is NaN
 PART = 1024  # columns of a part at least ...
@@ -227,11 +228,6 @@ def _combine(partial, stats, position, out, context, parts, part_columns, H: tl.
     tl.store(out + (lane * H + head) * D + d, (weighted / total).to(out.dtype.element_ty))
 
 
-def part_size(context: int, block: int) -> int:
-    """Columns of a part, whole blocks."""
-    return triton.cdiv(max(PART, triton.cdiv(context, MAX_PARTS)), block) * block
-
-
 def decode_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, context: int, cos: Tensor, sin: Tensor,
     qk_norm: Tensor | None, position: Tensor, out: Tensor, scale: float, eps: float, shared: Tensor | None = None,
@@ -261,8 +257,8 @@ def _in_parts(
     lanes, heads, page, size = out.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
     tile = next(tile for most, tile in DECODE_TILES.items() if lanes * heads <= most)
     block = min(tile.columns, page)
-    queries, part = out.shape[1] // size, part_size(context, block)
-    group, parts = queries // heads, triton.cdiv(context, part)
+    part = triton.cdiv(max(PART, triton.cdiv(context, MAX_PARTS)), block) * block  # columns, in whole blocks
+    queries, group, parts = out.shape[1] // size, out.shape[1] // size // heads, triton.cdiv(context, part)
     partial, stats = out, out
     if parts > 1:
         partial = torch.empty(lanes, parts, queries, size, dtype=torch.float32, device=out.device)
@@ -513,4 +509,4 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_matmul(h: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """h [B, d] · weight [n, d]ᵀ, the weight in e4m3 with a scale per row; h is quantised row by row."""
     data, unit = quantise(h)
-    return compat.scaled_mm(data, weight.t(), unit, scale.t(), h.dtype)
+    return compat.scaled_mm(data, weight.t(), scale_a=unit, scale_b=scale.t(), out_dtype=h.dtype)

@@ -210,9 +210,8 @@ def _sum_copies(
     xa = tl.zeros((ROWS, BLOCK), tl.float32)
     xb, ya, yb = xa, xa, xa
     for k in range(0, tl.max(count), UNROLL):
-        for j in tl.static_range(
-            UNROLL
-        ):  # loads in flight together: a prefix shared by a whole batch has a hundred copies
+        # loads in flight together: a prefix shared by a whole batch has a hundred copies
+        for j in tl.static_range(UNROLL):
             more = k + j < count
             here = tl.load(members + begin + k + j, mask=more, other=0).to(tl.int64)[:, None] * C + at
             inside = more[:, None] & there
