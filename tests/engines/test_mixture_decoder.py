@@ -246,7 +246,7 @@ def test_a_given_buffer_receives_the_choices_and_keeps_its_address():
 def test_active_lanes_store_their_routes_and_nothing_else_changes(columns, page, seed):
     routing, context, rows = ExpertRouting(2, 300, 3), 8, 6
     routes = RouteCache(routing, 0)
-    cache = CacheChoice(page=page).make([routes.shape], rows, context, torch.bfloat16, torch.device("cpu"))
+    cache = CacheChoice(page=page).make([((1, routing.width), (1, routing.width))], rows, context, torch.bfloat16, torch.device("cpu"))
     cache.allocate_all()
     if page:  # inactive lanes still name pages, which others may own by now
         rng = torch.Generator().manual_seed(seed)
@@ -270,7 +270,7 @@ def test_active_lanes_store_their_routes_and_nothing_else_changes(columns, page,
 def test_stored_routes_are_read_back():
     routing = ExpertRouting(2, 300, 3)
     routes = RouteCache(routing, 0)
-    cache = RowCache([routes.shape], 2, 8, torch.bfloat16, torch.device("cpu"))
+    cache = RowCache([((1, routing.width), (1, routing.width))], 2, 8, torch.bfloat16, torch.device("cpu"))
     cache.allocate_all()
     chosen = torch.tensor([[[1, 2, 299], [4, 5, 6]], [[7, 8, 9], [256, 255, 0]]], dtype=torch.int16)
     routes.store(cache, chosen, torch.tensor([0, 1]), torch.tensor([3, 5]))

@@ -17,7 +17,7 @@ from support.prompting import V, ask, bits, check_logp, dialogues, prompts, run
 from turnwise.core.records import Completion, Sampling
 from turnwise.engines.generator import model_runner
 from turnwise.engines.generator.generator import LocalGenerator
-from turnwise.engines.generator.kv_cache import CacheChoice, CacheSlot, PageAllocator, PagedCache, RowCache, RowGrowth
+from turnwise.engines.generator.kv_cache import CacheChoice, CacheSlot, PageAllocator, PagedCache, RowCache
 from turnwise.engines.kernels import reference
 from turnwise.errors import SettingError
 
@@ -173,7 +173,7 @@ class Book:
     def decode(self) -> None:
         more = self.dice.randint(1, 5)
         room = [min(more, self.cache.context - len(ids)) for _, ids in self.running]
-        while self.running and not self.cache.hold([RowGrowth(len(i), n) for (_, i), n in zip(self.running, room)]):
+        while self.running and not self.cache.hold([(len(i), n) for (_, i), n in zip(self.running, room)]):
             self.leave(self.running[-1])
             room = room[: len(self.running)]
         for (slot, ids), count in zip(self.running, room):
@@ -250,7 +250,7 @@ def test_a_group_holds_one_copy_of_its_prompt():
     plan = cache.admit([], [(slot, list(range(30))) for slot in slots])
     assert [len(chunk.ids) for chunks in plan.rounds for chunk in chunks] == [30]
     assert plan.shared == 7 * 30 and 40 - cache.allocator.free == 8
-    assert cache.hold([RowGrowth(30, 2)] * 8)  # each writes into the last page, which it copies; one keeps the old one
+    assert cache.hold([(30, 2)] * 8)  # each writes into the last page, which it copies; one keeps the old one
     assert 40 - cache.allocator.free == 7 + 8
 
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -78,15 +79,6 @@ class GraphShape(NamedTuple):
     chunks: int
     longest: int
 
-    @classmethod
-    def of(cls, layout: PrefillLayout) -> GraphShape:
-        tokens, chunks = len(layout.host.tokens), len(layout.host.chunk_rows)
-        return cls(
-            first_at_least(TOKEN_BUCKETS, tokens),
-            first_at_least(CHUNK_BUCKETS, chunks),
-            first_at_least(LENGTH_BUCKETS, layout.longest_chunk),
-        )
-
 
 class GraphInputs:
     """The inputs of a prefill of one shape in one device buffer. Padding tokens have position −1."""
@@ -109,61 +101,21 @@ class GraphInputs:
         """Stage all inputs in one host-to-device copy."""
         staged, host = self._padding(), layout.host
         views = self._views(staged)
-        for view, value in zip(
-            views, (host.tokens, host.position, host.block, host.chunk_rows, host.start, host.boundaries)
-        ):
+        inputs = (host.tokens, host.position, host.block, host.chunk_rows, host.start, host.boundaries)
+        for view, value in zip(views, inputs):
             view[: len(value)] = value
-        views[-1][len(host.boundaries) :] = len(host.tokens)
+        views[-1][len(host.boundaries) :] = len(host.tokens)  # chunks of the padding are empty
         self.buffer.copy_(to_device(staged, self.buffer.device))
 
 
-@dataclass(frozen=True, eq=False)
-class LowRankPair:
+class LowRankPair(NamedTuple):
+    """The adapter of a fused product."""
+
     down: Tensor  # [d, R]
     up: Tensor  # [R, n]
 
 
-@dataclass
-class DecoderAdapters:
-    """The factors of every layer. ``queries`` and ``keys``: widths of q and of k and v."""
-
-    queries: int
-    keys: int
-    layers: list[dict[str, LowRankPair]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return any(self.layers)
-
-    def of(self, layer: int) -> Mapping[str, LowRankPair]:
-        return self.layers[layer] if self.layers else {}
-
-    def load(self, adapters: Mapping[str, Adapter], count: int, dtype: torch.dtype) -> bool:
-        """Take over the adapters of ``count`` layers. True: into the tensors that are there; False: new ones were made."""
-        new = [self._fused(adapters, number, dtype) for number in range(count)]
-        shapes = lambda layers: [{name: p.up.shape for name, p in layer.items()} for layer in layers]  # noqa: E731
-        if shapes(new) != shapes(self.layers or [{}] * count):
-            self.layers = new
-            return False
-        for old, layer in zip(self.layers, new):
-            for name, pair in layer.items():
-                old[name].down.copy_(pair.down)
-                old[name].up.copy_(pair.up)
-        return True
-
-    def _fused(self, adapters: Mapping[str, Adapter], number: int, dtype: torch.dtype) -> dict[str, LowRankPair]:
-        out = {}
-        for product, names in PRODUCTS.items():
-            parts = [adapters.get(f"model.layers.{number}.{name}.weight") for name in names]
-            outputs = next((len(p.up) for p in parts if p is not None), 0)  # gate and up have the same size
-            sizes = [self.queries, self.keys, self.keys] if product == "qkv" else [outputs] * len(parts)
-            down, up = fuse_down(parts, dtype), fuse_up(parts, sizes, dtype)
-            if down is not None and up is not None:
-                out[product] = LowRankPair(down.t().contiguous(), up.t().contiguous())
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Matrix:
+class Fp8Matrix(NamedTuple):
     """A weight in e4m3: data [out, in], scale [out, 1]."""
 
     data: Tensor
@@ -211,22 +163,20 @@ class GraphDecoder(LlamaDecoder):
         self.prefill_graphs: dict[GraphShape, tuple[GraphInputs, Callable[[], None]]] = {}
         self.prefilled_once: set[GraphShape] = set()  # shapes that occurred once, without a graph
         self.capture = GraphCapture()
-        self.adapters = DecoderAdapters(self.H * self.D, self.Hkv * self.D)
+        self.adapters: list[dict[str, LowRankPair]] = [{} for _ in self.layers]  # of each layer, by its products
         self.capture_errors: set[str] = set()
 
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") + (" with fp8 weights" if self.fp8 else "")
         graphs = "kernels without CUDA graphs" if self.capture_errors or not self.on_gpu else "CUDA graphs"
-        adapters = ", adapters beside the weights" if self.adapters else ""
-        return f"{graphs}, {dtype}, grouped-query kernel{adapters}" + "".join(
-            f"; {e}" for e in sorted(self.capture_errors)
-        )
+        adapters = ", adapters beside the weights" if any(self.adapters) else ""
+        return "; ".join([f"{graphs}, {dtype}, grouped-query kernel{adapters}", *sorted(self.capture_errors)])
 
     # ------------------------------------------------------------------ weights
 
     def refresh_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Update the weights in place. ``weights``: the published ones, before they were rounded to the cache's dtype."""
-        if self.__dict__.get("adapters"):  # not yet there in the first call
+        if any(self.__dict__.get("adapters", ())):  # not yet there in the first call
             self.load_adapters({})
         if hasattr(self, "layers") and not self.fp8:
             for name, view, parameter in self._weight_views:
@@ -241,10 +191,14 @@ class GraphDecoder(LlamaDecoder):
         if not hasattr(self, "layers"):
             self.embedding, self.norm, self.head, self.layers = embedding, norm, head, layers
             return
-        new = [embedding, norm, head, *(t for layer in layers for t in _tensors(layer))]
-        in_place = [self.embedding, self.norm, self.head, *(t for layer in self.layers for t in _tensors(layer))]
-        for target, value in zip(in_place, new):
-            target.copy_(value)
+        weights_of = lambda layers: [getattr(layer, f.name) for layer in layers for f in fields(layer)]  # noqa: E731
+        new = [embedding, norm, head, *weights_of(layers)]
+        for target, value in zip([self.embedding, self.norm, self.head, *weights_of(self.layers)], new):
+            if isinstance(target, Fp8Matrix):
+                target.data.copy_(value.data)
+                target.scale.copy_(value.scale)
+            elif target is not None:
+                target.copy_(value)
 
     def _fused_layer(self, number: int, module: Any, exact: Any) -> LayerWeights:
         """A layer's fused weights: matrices in ``self.dtype``, norms in float32, as they were published. The model's own matrices
@@ -286,16 +240,33 @@ class GraphDecoder(LlamaDecoder):
     def load_adapters(self, adapters: Mapping[str, Adapter]) -> None:
         """Apply these adapters beside the weights from now on, by the names of the weights; none: the weights alone. Captured
         graphs stay valid while the same layers have adapters of the same ranks."""
-        here = {name: adapter.to(self.kv_cache.device) for name, adapter in adapters.items()}
-        if not self.adapters.load(here, len(self.layers), self.dtype):
+        device, new = self.kv_cache.device, list[dict[str, LowRankPair]]()
+        for number in range(len(self.layers)):
+            new.append({})
+            for product, names in PRODUCTS.items():
+                parts = [adapters.get(f"model.layers.{number}.{name}.weight") for name in names]
+                parts = [None if part is None else part.to(device) for part in parts]
+                outputs = next((len(p.up) for p in parts if p is not None), 0)  # gate and up have the same size
+                sizes = self.qkv_sizes if product == "qkv" else [outputs] * len(parts)
+                down, up = fuse_down(parts, self.dtype), fuse_up(parts, sizes, self.dtype)
+                if down is not None and up is not None:
+                    new[-1][product] = LowRankPair(down.t().contiguous(), up.t().contiguous())
+        shapes = lambda layers: [{name: pair.up.shape for name, pair in layer.items()} for layer in layers]  # noqa: E731
+        if shapes(new) != shapes(self.adapters):  # graphs hold the addresses of the old factors
+            self.adapters = new
             self.decode_graphs.clear()
             self.prefill_graphs.clear()
             self.capture.reset()
+            return
+        for old_layer, layer in zip(self.adapters, new):
+            for name, pair in layer.items():
+                old_layer[name].down.copy_(pair.down)
+                old_layer[name].up.copy_(pair.up)
 
     def _layer_views(self, number: int, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
         """Views of a layer's fused weights by the model's parameter names: one copy loads a published parameter. Not every model
         has all of them. A view has the parameter's shape or one that it broadcasts to."""
-        a, parts = "self_attn", [self.H * self.D, self.Hkv * self.D, self.Hkv * self.D]
+        a, parts = "self_attn", self.qkv_sizes
         views = {"input_layernorm.weight": layer.norm, "post_attention_layernorm.weight": layer.mlp_norm}
         views |= zip((f"{a}.{x}_proj.weight" for x in "qkv"), layer.qkv.t().split(parts))
         views |= zip(("mlp.gate_proj.weight", "mlp.up_proj.weight"), layer.gate_up.t().chunk(2))
@@ -325,11 +296,11 @@ class GraphDecoder(LlamaDecoder):
 
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         x, h = self.kernels.add_norm(x, delta, layer.norm, self.eps, self.dtype)
-        return x, self._linear(h, layer.qkv, layer.qkv_bias, self.adapters.of(i).get("qkv"))
+        return x, self._linear(h, layer.qkv, layer.qkv_bias, self.adapters[i].get("qkv"))
 
     def _mlp(self, i: int, layer: LayerWeights, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
         """The attention's output projection is added to x; the MLP's output is added by the norm that follows."""
-        adapter = self.adapters.of(i)
+        adapter = self.adapters[i]
         delta = self._linear(attention, layer.out, layer.out_bias, adapter.get("out"))
         x, h = self.kernels.add_norm(x, delta, layer.mlp_norm, self.eps, self.dtype)
         gate_up = self._linear(h, layer.gate_up, None, adapter.get("gate_up"))
@@ -350,23 +321,29 @@ class GraphDecoder(LlamaDecoder):
         # not F.embedding: 12.5 µs for 16 lanes, against 2 µs here
         x, delta = self._layers(self.embedding[tokens], attend, True)
         _, h = self.kernels.add_norm(x, delta, self.norm, self.eps, self.dtype)
-        return _float32_matmul(h, self.head)
+        # accumulated and returned in float32: rounded logits would cost the log-probabilities three digits
+        if h.dtype == torch.float32:
+            return torch.mm(h, self.head)
+        return torch.mm(h, self.head, out_dtype=torch.float32) if h.is_cuda else torch.mm(h.float(), self.head.float())
 
     def prefill(self, layout: PrefillLayout) -> None:
         """Compute keys and values of packed tokens. Shapes that recur are captured, where launches would dominate."""
-        shape = GraphShape.of(layout)
-        inputs, run = self.prefill_graphs.get(shape) or self._prefill_graph(shape)
+        shape = GraphShape(
+            first_at_least(TOKEN_BUCKETS, len(layout.host.tokens)),
+            first_at_least(CHUNK_BUCKETS, len(layout.host.chunk_rows)),
+            first_at_least(LENGTH_BUCKETS, layout.longest_chunk),
+        )
+        if shape in self.prefill_graphs:
+            inputs, run = self.prefill_graphs[shape]
+        else:
+            inputs = GraphInputs(shape, self.kv_cache.device)
+            run = partial(self._prefill, inputs)
+            if shape in self.prefilled_once and shape.tokens <= MAX_CAPTURED_TOKENS:
+                run = self._capture(run, f"for a prefill of {shape.tokens} tokens")
+                self.prefill_graphs[shape] = inputs, run
+            self.prefilled_once.add(shape)
         inputs.fill(layout)
         run()
-
-    def _prefill_graph(self, shape: GraphShape) -> tuple[GraphInputs, Callable[[], None]]:
-        inputs = GraphInputs(shape, self.kv_cache.device)
-        run = partial(self._prefill, inputs)
-        if shape not in self.prefilled_once or shape.tokens > MAX_CAPTURED_TOKENS:
-            self.prefilled_once.add(shape)
-            return inputs, run
-        self.prefill_graphs[shape] = inputs, self._capture(run, f"for a prefill of {shape.tokens} tokens")
-        return self.prefill_graphs[shape]
 
     def _prefill(self, inputs: GraphInputs) -> None:
         x, cache = self.embedding[inputs.tokens], self.kv_cache
@@ -399,24 +376,21 @@ class GraphDecoder(LlamaDecoder):
             logits, self.inverse_temperature[batch], self.seed[batch], self.tokens[batch], self.position[batch],
             self.start[batch], self.sampled, self.logp,
         )  # fmt: skip
-        if position is not None:
-            self._sample_truncated(logits, position)
-
-    def _sample_truncated(self, logits: Tensor, position: Tensor) -> None:
-        """Sample lanes with top-k, top-p or min-p again, as ``TokenSampler`` does; the other lanes keep their token."""
-        batch = slice(0, len(position))
+        if position is None:
+            return
+        # lanes with top-k, top-p or min-p are sampled again, as ``TokenSampler`` does; the other lanes keep their token
         inverse, limits = self.inverse_temperature[batch], (self.top_k[batch], self.top_p[batch], self.min_p[batch])
         whole = ((limits[0] == KEEP_ALL) & (limits[1] == 1) & (limits[2] == 0)) | (inverse == 0)[:, None]
         p = (logits * inverse[:, None]).softmax(-1)
-        kept, mass = truncate(p, whole, *limits)
-        token = pick(kept, uniforms(self.seed[batch], position + 1))
+        weight, mass = truncate(p, whole, *limits)
+        token = pick(weight, uniforms(self.seed[batch], position + 1))
         token.clamp_(max=logits.shape[1] - 1)  # the logits of inactive lanes are arbitrary
         truncated = (position >= 0) & ~whole[:, 0]
-        lane, step = torch.arange(len(position), device=position.device), (position - self.start[batch]).clamp(min=0)
+        lane, step = torch.arange(lanes, device=position.device), (position - self.start[batch]).clamp(min=0)
         values = (token[:, 0], p.gather(1, token)[:, 0].log() - mass, mass)
         for history, value in zip((self.sampled, self.logp, self.mass), values):
             history[step, lane] = torch.where(truncated, value, history[step, lane])
-        self.kept[step % SYNC_EVERY, lane] = torch.where(truncated[:, None], kept_ids(kept, whole), -1)
+        self.kept[step % SYNC_EVERY, lane] = torch.where(truncated[:, None], kept_ids(weight, whole), -1)
         self.tokens[batch] = torch.where(truncated, token[:, 0], self.tokens[batch])
 
     def _decode_graph(self, *key: *DecodeGraphKey) -> Callable[[], None]:
@@ -443,7 +417,7 @@ class GraphDecoder(LlamaDecoder):
             with self.capture.into(graph):
                 run()
         except RuntimeError as fault:
-            error = f"no graph {what}: {str(fault).splitlines()[0]}"
+            error = f"no graph {what}: {type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}"
             self.capture_errors.add(error)
             log.warning("%s; it runs without a graph, which is slower", error)
             return run
@@ -453,16 +427,10 @@ class GraphDecoder(LlamaDecoder):
         deque(self.decode_steps(2, [0], [0], [0], [1.0]), 0)
 
     def decode_steps(
-        self,
-        steps: int,
-        tokens: Sequence[int],
-        cached: Sequence[int],
-        seeds: Sequence[int],
-        temperatures: Sequence[float],
-        truncations: Sequence[Truncation] | None = None,
-        should_stop: Callable[[int], bool] = lambda launched: False,
+        self, steps: int, tokens: Sequence[int], cached: Sequence[int], seeds: Sequence[int], temperatures: Sequence[float],
+        truncations: Sequence[Truncation] | None = None, should_stop: Callable[[int], bool] = lambda launched: False,
         common_prefixes: Sequence[int] = (),
-    ) -> Iterator[tuple[list[int], Tensor, tuple[Tensor, Tensor] | None]]:
+    ) -> Iterator[tuple[list[int], Tensor, tuple[Tensor, Tensor] | None]]:  # fmt: skip
         """Decode ``steps`` tokens of every lane [0, n). Yields per step: ids, log-probabilities, and with ``truncations`` the
         kept log mass [n] and ids. The host processes a block of steps while the GPU computes the next. Once
         ``should_stop(launched)`` nothing more is launched; what was launched is still yielded.
@@ -474,7 +442,23 @@ class GraphDecoder(LlamaDecoder):
         lanes = next(size for size in batch_buckets(self.kv_cache.rows) if size >= n)
         shared = self._shared_prefixes(lanes, steps, cached, common_prefixes)
         replay = self._decode_graph(lanes, truncations is not None, shared is not None)
-        self._load_inputs(lanes, tokens, cached, seeds, temperatures, truncations, shared)
+        device, free = self.kv_cache.device, [0] * (lanes - n)
+        if shared is not None:
+            flat = torch.tensor(shared).flatten()
+            self.shared.flatten()[: len(flat)] = flat.to(device, non_blocking=True)
+        # one copy for the state of every lane of the bucket; position −1 makes unused lanes inactive
+        rows = ([*tokens, *free], [*cached, *[-1] * len(free)], [*cached, *free], [*seeds, *free])
+        staged = torch.tensor(rows).to(device, non_blocking=True)
+        for target, value in zip((self.tokens, self.position, self.start, self.seed), staged):
+            target[:lanes] = value
+        inverse = torch.tensor([0.0 if t == 0 else 1 / t for t in temperatures])
+        self.inverse_temperature[:n] = inverse.to(device, non_blocking=True)
+        if truncations is not None:
+            top_k, top_p, min_p = zip(*truncations)
+            self.top_k[:n, 0] = torch.tensor([k or KEEP_ALL for k in top_k]).to(device, non_blocking=True)
+            self.top_p[:n, 0] = torch.tensor(top_p, dtype=torch.float64).to(device, non_blocking=True)
+            self.min_p[:n, 0] = torch.tensor(min_p, dtype=torch.float64).to(device, non_blocking=True)
+            self.mass.zero_()
         in_flight: deque[tuple[Any, list[Tensor]]] = deque()
         begin = 0
         while True:
@@ -484,12 +468,13 @@ class GraphDecoder(LlamaDecoder):
                 begin = block.stop
             if not in_flight:
                 return
-            copied, (sampled, logp, mass, kept) = in_flight.popleft()
+            copied, (sampled, logp, mass, kept_sets) = in_flight.popleft()
             if copied is not None:
                 copied.synchronize()
-            truncated = (
-                zip(mass[:, :n].clone(), kept[:, :n].clone()) if truncations is not None else [None] * len(sampled)
-            )
+            # clones: the host buffers are written again by the blocks that follow
+            truncated: Iterable[tuple[Tensor, Tensor] | None] = repeat(None, len(sampled))
+            if truncations is not None:
+                truncated = zip(mass[:, :n].clone(), kept_sets[:, :n].clone())
             yield from zip(sampled[:, :n].tolist(), logp[:, :n].clone(), truncated)
 
     def _shared_prefixes(
@@ -517,45 +502,3 @@ class GraphDecoder(LlamaDecoder):
         if copied is not None:
             copied.record()
         return copied, copies
-
-    def _load_inputs(
-        self,
-        lanes: int,
-        tokens: Sequence[int],
-        cached: Sequence[int],
-        seeds: Sequence[int],
-        temperatures: Sequence[float],
-        truncations: Sequence[Truncation] | None,
-        shared: Sequence[Sequence[int]] | None,
-    ) -> None:
-        """Write the initial state of every lane of a bucket; unused lanes become inactive."""
-        n, device = len(tokens), self.kv_cache.device
-        if shared is not None:
-            flat = torch.tensor(shared).flatten()
-            self.shared.flatten()[: len(flat)] = flat.to(device, non_blocking=True)
-        free = lanes - n
-        rows = ([*tokens, *[0] * free], [*cached, *[-1] * free], [*cached, *[0] * free], [*seeds, *[0] * free])
-        staged = torch.tensor(rows).to(device, non_blocking=True)
-        for target, value in zip((self.tokens, self.position, self.start, self.seed), staged):
-            target[:lanes] = value
-        inverse = torch.tensor([0.0 if t == 0 else 1 / t for t in temperatures])
-        self.inverse_temperature[:n] = inverse.to(device, non_blocking=True)
-        if truncations is not None:
-            top_k, top_p, min_p = zip(*truncations)
-            self.top_k[:n, 0] = torch.tensor([k or KEEP_ALL for k in top_k]).to(device, non_blocking=True)
-            self.top_p[:n, 0] = torch.tensor(top_p, dtype=torch.float64).to(device, non_blocking=True)
-            self.min_p[:n, 0] = torch.tensor(min_p, dtype=torch.float64).to(device, non_blocking=True)
-            self.mass.zero_()
-
-
-def _float32_matmul(h: Tensor, weight: Tensor) -> Tensor:
-    """h·W accumulated and returned in float32: rounded logits would cost the log-probabilities three digits."""
-    if h.dtype == torch.float32:
-        return torch.mm(h, weight)
-    return torch.mm(h, weight, out_dtype=torch.float32) if h.is_cuda else torch.mm(h.float(), weight.float())
-
-
-def _tensors(layer: LayerWeights) -> list[Tensor]:
-    values = [getattr(layer, f.name) for f in fields(layer)]
-    parts = [(x.data, x.scale) if isinstance(x, Fp8Matrix) else (x,) for x in values]
-    return [t for part in parts for t in part if t is not None]

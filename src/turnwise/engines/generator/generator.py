@@ -54,23 +54,11 @@ class LocalGenerator:
     change of it and samples nothing in between. ``cache``: rows or pages of the KV cache, and its memory."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any = None,
-        *,
-        slots: int,
-        context: int,
-        stop_ids: tuple[int, ...],
-        tick: int | None = None,
-        deterministic: bool = True,
-        device: torch.device | str | None = None,
-        patience: float = 60.0,
-        fast: bool = True,
-        dtype: torch.dtype | None = None,
-        threads: int | None = None,
-        share_weights: bool = False,
+        self, model: PreTrainedModel, tokenizer: Any = None, *, slots: int, context: int, stop_ids: tuple[int, ...],
+        tick: int | None = None, deterministic: bool = True, device: torch.device | str | None = None, patience: float = 60.0,
+        fast: bool = True, dtype: torch.dtype | None = None, threads: int | None = None, share_weights: bool = False,
         cache: CacheChoice | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if min(slots, 1 + context - MIN_CONTEXT, 1 if tick is None else tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, {MIN_CONTEXT} and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
@@ -80,7 +68,7 @@ class LocalGenerator:
         self.tick = tick or (TICK if self.model_runner.graphs is None else TICK_WITH_GRAPHS)
         self.scheduler = Scheduler(self.model_runner, stop_ids, decode)
         self.sessions: dict[int, LocalSession] = {}  # open ones, by order
-        self._closed: list[LocalSession] = []  # rows to release between two runs
+        self.closed_sessions: list[LocalSession] = []  # rows to release between two runs
         self._updates: list[tuple[Mapping[str, Tensor], int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
@@ -118,8 +106,7 @@ class LocalGenerator:
     @property
     def applies_adapters(self) -> bool:
         """Whether adapters are applied beside the weights; else they are merged, for which their base is needed each time."""
-        runner: Any = self.model_runner
-        return runner.graphs is not None and runner.graphs.takes_adapters and not runner.fp8
+        return self.model_runner.applies_adapters
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype in which each weight is kept; published weights are rounded to it. Decoders in CUDA graphs keep norms and
@@ -144,11 +131,6 @@ class LocalGenerator:
 
     # ------------------------------------------------------------------ called by sessions
 
-    def detach(self, session: LocalSession) -> None:
-        self.sessions.pop(session.cache_slot.order, None)
-        self._closed.append(session)
-        self.wake()
-
     def wake(self) -> None:
         """Wake the serving task after a change, or start one."""
         self._interrupt_requested = True
@@ -159,18 +141,15 @@ class LocalGenerator:
         except RuntimeError:  # without an event loop no request can be waiting
             return
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
-            self._abandon_stale_requests(loop)
+            # requests of an event loop that has ended are dropped, once the worker computes nothing for it any more
+            self._executor.drain()
+            with torch.inference_mode():
+                self.scheduler.remove(lambda r: r.future.get_loop() is not loop)
+            for session in self.sessions.values():
+                if session.request is not None and session.request.future.get_loop() is not loop:
+                    session.request = None
             self._woken = asyncio.Event()
             self._task = loop.create_task(self._serve())
-
-    def _abandon_stale_requests(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Drop requests of an event loop that has ended."""
-        self._executor.drain()
-        with torch.inference_mode():
-            self.scheduler.remove(lambda r: r.future.get_loop() is not loop)
-        for session in self.sessions.values():
-            if session.request is not None and session.request.future.get_loop() is not loop:
-                session.request = None
 
     # ------------------------------------------------------------------ serving task
 
@@ -194,7 +173,7 @@ class LocalGenerator:
             self._woken.clear()
             self._reap()
             await self._update()
-            if self._updates or self._closed:
+            if self._updates or self.closed_sessions:
                 continue
             if not (self.scheduler.running or self._waiting()):
                 return False
@@ -204,26 +183,20 @@ class LocalGenerator:
             self._held_since = time.perf_counter()
             try:
                 await asyncio.wait_for(self._woken.wait(), self.patience)
-            except TimeoutError:
-                self._park_missing(missing)
+            except TimeoutError:  # park them, rather than hang
+                self.scheduler.count["patience_timeouts"] += 1
+                log.warning(
+                    "open sessions that submitted no request and did not close for %.0f s: %d; going on without them, so a "
+                    "repeated run may differ. Call park() or close() on idle sessions", self.patience, len(missing),
+                )  # fmt: skip
+                for session in missing:
+                    session.parked = True
             finally:
                 self._held, self._held_since = self.seconds_held, math.inf
 
     def _missing(self) -> list[LocalSession]:
         """Sessions that may submit a request before the next batch is composed."""
         return [s for s in self.sessions.values() if not (s.pending or s.parked)]
-
-    def _park_missing(self, missing: Sequence[LocalSession]) -> None:
-        """Park sessions that exceeded ``patience``, rather than hang."""
-        self.scheduler.count["patience_timeouts"] += 1
-        log.warning(
-            "open sessions that submitted no request and did not close for %.0f s: %d; going on without them, so a repeated run "
-            "may differ. Call park() or close() on idle sessions",
-            self.patience,
-            len(missing),
-        )
-        for session in missing:
-            session.parked = True
 
     def _waiting(self) -> list[Request]:
         """Waiting requests in session order, at most as many as there are free rows."""
@@ -234,7 +207,7 @@ class LocalGenerator:
 
     def _reap(self) -> None:
         """Resolve cancelled requests with the tokens they have; release the rows of closed sessions."""
-        closed, self._closed = self._closed, []
+        closed, self.closed_sessions = self.closed_sessions, []
         with torch.inference_mode():
             self.scheduler.remove(lambda r: r.cancelled)
         for session in (*self.sessions.values(), *closed):
@@ -260,17 +233,17 @@ class LocalGenerator:
 
     def _fail(self, fault: BaseException) -> None:
         """Pass an engine failure to every caller and discard the state."""
-        futures = [s.request.future for s in (*self.sessions.values(), *self._closed) if s.request is not None]
+        futures = [s.request.future for s in (*self.sessions.values(), *self.closed_sessions) if s.request is not None]
         futures += [future for _, _, future in self._updates]
         for future in futures:
             if not future.done():
                 future.set_exception(fault) if isinstance(fault, Exception) else future.cancel()
         self._updates, self.scheduler.running = [], []
-        self.model_runner.kv_cache.assign_rows([])
-        for slot in self.model_runner.kv_cache.owner:
-            if slot is not None:
-                self.model_runner.kv_cache.release(slot)
-        self.model_runner.kv_cache.invalidate()
+        kv_cache = self.model_runner.kv_cache
+        kv_cache.assign_rows([])
+        for slot in filter(None, kv_cache.owner):
+            kv_cache.release(slot)
+        kv_cache.invalidate()
 
     # ------------------------------------------------------------------ computation
 
@@ -278,11 +251,9 @@ class LocalGenerator:
     def _compute(self, waiting: Sequence[Request], report: Callable[[Request], None]) -> Iterator[None]:
         if waiting:
             self.scheduler.admit(waiting)
-        yield from self.scheduler.run(self.tick, report, self._interrupted)
-
-    def _interrupted(self, steps: int) -> bool:
-        """Whether to interrupt decoding: at once, or when deterministic after a tick."""
-        return self._interrupt_requested and (not self.deterministic or steps >= self.tick)
+        # interrupted at once, or when deterministic after a tick
+        interrupted = lambda steps: self._interrupt_requested and (not self.deterministic or steps >= self.tick)  # noqa: E731
+        yield from self.scheduler.run(self.tick, report, interrupted)
 
     @torch.inference_mode()
     def _load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -370,7 +341,9 @@ class LocalSession:
         if not self.closed:
             self.closed = True
             self.cancel()
-            self._owner.detach(self)
+            self._owner.sessions.pop(self.cache_slot.order, None)
+            self._owner.closed_sessions.append(self)
+            self._owner.wake()
 
 
 def completion(request: Request, held: float) -> Completion:
@@ -382,7 +355,7 @@ def completion(request: Request, held: float) -> Completion:
     entropy, confidence = (request.entropy, request.confidence) if measured else ((), ())
     routes = request.routes if len(request.routes) == len(request.sequence) - 1 else ()
     sampled = (tokens, request.logp, request.mass, request.version)
-    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes, request.kept)
+    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes, request.kept_sets)
 
 
 # ---------------------------------------------------------------------- where it computes
@@ -403,17 +376,18 @@ class GeneratorExecutor:
     generator that runs concurrently with other work gets a worker, and the loop stays free. On a GPU the worker launches on a
     stream of its own: on the default stream its steps would queue behind the learner's."""
 
-    def __init__(self, in_worker: bool, threads: int | None, device: torch.device | None = None) -> None:
+    def __init__(self, in_worker: bool, threads: int | None, device: torch.device) -> None:
         """``threads``: CPU threads of the computation. They can be set only for a worker, so a number implies one."""
         self._worker: ThreadPoolExecutor | None = None
         self.stream: Any = None  # of the worker, where ``device`` is a GPU
-        if in_worker or threads is not None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
-        if self._worker is not None and threads is not None:
+        if not in_worker and threads is None:
+            return
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="turnwise-generator")
+        if threads is not None:
             main_threads = torch.get_num_threads()
             self._worker.submit(torch.set_num_threads, threads).result()
             torch.set_num_threads(main_threads)  # the setting is per thread, but also the default of later threads
-        if self._worker is not None and device is not None and device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize(device)  # what was made on the default stream is complete
             self.stream = torch.cuda.Stream(device, priority=-1)  # a decode step is short, a learner's pass long
             self._worker.submit(torch.cuda.set_stream, self.stream).result()
@@ -451,11 +425,8 @@ class GeneratorExecutor:
             return
         loop = asyncio.get_running_loop()
 
-        def report(finished: Any) -> None:
-            loop.call_soon_threadsafe(resolve, finished)
-
         def compute() -> None:
-            remaining, more = steps(report), True
+            remaining, more = steps(partial(loop.call_soon_threadsafe, resolve)), True
             while more:
                 with using_gpu():  # released between steps, where a learner may capture
                     more = next(remaining, _END) is not _END

@@ -81,14 +81,8 @@ class AdmissionPlan:
 
 Admission = tuple[CacheSlot, list[int]]
 """A dialogue, and the ids whose KV it needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowGrowth:
-    """A running row holds ``length`` columns and writes ``more`` next."""
-
-    length: int
-    more: int
+Growth = tuple[int, int]
+"""Columns that a running row holds, and how many it writes next."""
 
 
 @dataclass(eq=False)
@@ -125,7 +119,7 @@ class KVCache:
     def reserve(self, width: int) -> None:
         """Make room for so many columns of every row, where ``hold`` and ``admit`` do not take it row by row."""
 
-    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
+    def hold(self, growths: Sequence[Growth], evict: bool = True) -> bool:
         """Make room for the next columns of rows [0, n), if need be and ``evict`` at the expense of idle dialogues. False: there
         is none."""
         raise NotImplementedError
@@ -190,9 +184,8 @@ class KVCache:
             _, heads, page, size = t.shape
             index = pages * heads + torch.arange(heads, device=t.device)[:, None]  # [n, Hkv, pages]
             # one copy, in pieces of a page of one head
-            return (
-                t.view(-1, page * size).index_select(0, index.flatten()).view(len(index), heads, -1, size)[:, :, :width]
-            )
+            pieces = t.view(-1, page * size).index_select(0, index.flatten())
+            return pieces.view(len(index), heads, -1, size)[:, :, :width]
 
         return gathered(tensors[0]), gathered(tensors[1])
 
@@ -241,13 +234,23 @@ class RowCache(KVCache):
             self.width = min(self.context, max(width, 2 * self.width))
             self._allocate(self.rows, self.width)
 
-    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
-        self.reserve(min(self.context, max(g.length + g.more for g in growths)))
+    def hold(self, growths: Sequence[Growth], evict: bool = True) -> bool:
+        self.reserve(min(self.context, max(length + more for length, more in growths)))
         return True
 
     def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
-        new = [(slot, ids) for slot, ids in admissions if slot.row is None]
-        self._place([*running, *(slot for slot, _ in admissions)], self._prefix_sources(new))
+        # a new dialogue starts from the row with the longest prefix of its ids; rows of others and free rows count too
+        rows_by_head: dict[tuple[int, ...], list[int]] = {}
+        for row, ids in enumerate(self.cached_ids):
+            if len(ids) >= MIN_SHARED_PREFIX:
+                rows_by_head.setdefault(tuple(ids[:MIN_SHARED_PREFIX]), []).append(row)
+        sources: dict[CacheSlot, tuple[int, int]] = {}
+        for slot, ids in admissions:
+            if slot.row is None:
+                rows = rows_by_head.get(tuple(ids[:MIN_SHARED_PREFIX]), ())
+                length, row = max(((common_prefix_length(self.cached_ids[r], ids), -r) for r in rows), default=(0, 0))
+                sources |= {slot: (-row, length)} if length else {}
+        self.assign_rows([*running, *(slot for slot, _ in admissions)], sources)
         plan, leaders = AdmissionPlan(len(admissions)), dict[tuple[int, ...], int]()
         chunks: list[PrefillChunk] = []
         for slot, ids in admissions:
@@ -266,37 +269,27 @@ class RowCache(KVCache):
         plan.rounds = [chunks] if chunks else []
         return plan
 
-    def _prefix_sources(self, admissions: Sequence[Admission]) -> dict[CacheSlot, tuple[int, int]]:
-        """For each new dialogue the row with the longest prefix of its ids; rows of others and free rows count too."""
-        rows_by_head: dict[tuple[int, ...], list[int]] = {}
-        for row, cached in enumerate(self.cached_ids):
-            if len(cached) >= MIN_SHARED_PREFIX:
-                rows_by_head.setdefault(tuple(cached[:MIN_SHARED_PREFIX]), []).append(row)
-        sources: dict[CacheSlot, tuple[int, int]] = {}
-        for slot, ids in admissions:
-            rows = rows_by_head.get(tuple(ids[:MIN_SHARED_PREFIX]), ())
-            lengths = ((common_prefix_length(self.cached_ids[row], ids), -row) for row in rows)
-            best = max(lengths, default=(0, 0))
-            if best[0]:
-                sources[slot] = (-best[1], best[0])
-        return sources
-
-    def assign_rows(self, active: Sequence[CacheSlot]) -> None:
-        self._place(active, {})
-
-    def _place(self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]]) -> None:
-        """Give the ``active`` slots rows [0, n). Idle dialogues move out and keep their KV where there is room; the least
-        recently used lose it. A new slot with a prefix source (row, length) starts from a copy of that prefix."""
+    def assign_rows(
+        self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]] | None = None
+    ) -> None:
+        """Idle dialogues move out and keep their KV where there is room; the least recently used lose it. A new slot with a
+        prefix source (row, length) starts from a copy of that prefix."""
         n = len(active)
         taken = {s.row for s in active if s.row is not None and s.row < n}
         free_rows = [row for row in range(n) if row not in taken]
         incoming = [s for s in active if s.row is None or s.row >= n]
         if not incoming:
             return
-        displaced = self._evict(active, n, {s.row for s in incoming})
+        vacated, running = {s.row for s in incoming}, set(active)
+        idle = [s for s in self.owner if s is not None and s not in running]
+        idle.sort(key=lambda s: (-s.last_used, s.order))
+        for slot in idle[self.rows - n :]:
+            self.release(slot)
+        spare = [row for row in range(n, self.rows) if self.owner[row] is None or row in vacated]
+        displaced = [s for s in idle[: self.rows - n] if s.row is not None and s.row < n]
         copies, contents = [], []
-        for slot, target in [*zip(incoming, free_rows), *displaced]:
-            source, length = (slot.row, None) if slot.row is not None else prefix_sources.get(slot, (target, 0))
+        for slot, target in [*zip(incoming, free_rows), *zip(displaced, spare)]:
+            source, length = (slot.row, None) if slot.row is not None else (prefix_sources or {}).get(slot, (target, 0))
             ids = self.cached_ids[source] if length is None else self.cached_ids[source][:length]
             copies.append(BlockCopy(source, target, len(ids)))
             contents.append((slot, target, ids))
@@ -306,17 +299,6 @@ class RowCache(KVCache):
         for slot, target, ids in contents:
             slot.row, self.owner[target], self.cached_ids[target] = target, slot, ids
         self.copy_blocks(copies)
-
-    def _evict(self, active: Sequence[CacheSlot], n: int, vacated: set[int | None]) -> list[tuple[CacheSlot, int]]:
-        """New rows for idle dialogues that own a row of [0, n); evicts the least recently used if there are too few rows."""
-        running = set(active)
-        idle = [s for s in self.owner if s is not None and s not in running]
-        idle.sort(key=lambda s: (-s.last_used, s.order))
-        for slot in idle[self.rows - n :]:
-            self.release(slot)
-        spare = [row for row in range(n, self.rows) if self.owner[row] is None or row in vacated]
-        displaced = [s for s in idle[: self.rows - n] if s.row is not None and s.row < n]
-        return list(zip(displaced, spare))
 
 
 # ---------------------------------------------------------------------- pages
@@ -499,16 +481,14 @@ class PagedCache(KVCache):
         self._grow(self.allocator.used)
         return copies
 
-    def _wanted(self, line: PagedRow, columns: int, written: int) -> int:
-        """Pages that ``_extend`` would take."""
-        first, last = written // self.page, self._pages_for(columns)
-        shared = sum(self.allocator.holders[page] > 1 for page in line.pages[first:last])
-        return max(0, last - len(line.pages)) + shared
-
-    def hold(self, growths: Sequence[RowGrowth], evict: bool = True) -> bool:
+    def hold(self, growths: Sequence[Growth], evict: bool = True) -> bool:
         self.active = max(self.active, len(growths))
-        ends = [(line, min(self.context, g.length + g.more), g.length) for line, g in zip(self.paged_rows, growths)]
-        wanted = sum(self._wanted(*end) for end in ends)
+        ends = [(line, min(self.context, sum(growth)), growth[0]) for line, growth in zip(self.paged_rows, growths)]
+        wanted = 0  # pages that ``_extend`` will take: new ones, and copies of shared ones that are written
+        for line, columns, written in ends:
+            first, last = written // self.page, self._pages_for(columns)
+            shared = sum(self.allocator.holders[page] > 1 for page in line.pages[first:last])
+            wanted += max(0, last - len(line.pages)) + shared
         if wanted > self.allocator.free and not (evict and wanted <= self.pages - len(self._pinned())):
             return False
         self._free_pages(wanted)
@@ -575,12 +555,23 @@ class PagedCache(KVCache):
         self.clock += 1
         for line in self.paged_rows:
             self._index(line)
-        plan, tails = AdmissionPlan(0), self._tails()
+        plan, tails = AdmissionPlan(0), dict[int, list[PagedRow]]()
+        for line, ids in zip(
+            self.paged_rows, self.cached_ids
+        ):  # rows that end within a page, by the page before it (0: none)
+            if len(ids) % self.page:
+                full = len(ids) // self.page
+                tails.setdefault(line.page(full - 1) if full else 0, []).append(line)
         leaders: dict[tuple[int, ...], PagedRow] = {}
         rounds: dict[int, list[PrefillChunk]] = {}
         ready: dict[int, int] = {}  # round after which a page of this admission is computed
         copies: list[BlockCopy] = []
-        pinned, growth = self._pinned(), self._expected_growth()
+        # Running rows will soon need one page of columns each: without it an admitted dialogue would have to leave at once.
+        running_ends = [
+            self._pages_for(min(self.context, len(ids) + 1 + self.page)) for ids in self.cached_ids[: self.active]
+        ]
+        growth = sum(max(0, end - len(line.pages)) for end, line in zip(running_ends, self.paged_rows))
+        pinned = self._pinned()
         for slot, ids in admissions:
             key = tuple(ids)
             if key in leaders:
@@ -616,12 +607,6 @@ class PagedCache(KVCache):
         plan.rounds = [rounds[when] for when in sorted(rounds)]
         return plan
 
-    def _expected_growth(self) -> int:
-        """Pages that running rows will soon need: one page of columns each. Without them an admitted dialogue would have to
-        leave again at once."""
-        ends = [self._pages_for(min(self.context, len(ids) + 1 + self.page)) for ids in self.cached_ids[: self.active]]
-        return sum(max(0, end - len(line.pages)) for end, line in zip(ends, self.paged_rows))
-
     def _source(
         self, slot: CacheSlot, ids: list[int], tails: Mapping[int, list[PagedRow]], unread: Container[int]
     ) -> tuple[list[int], int]:
@@ -644,15 +629,6 @@ class PagedCache(KVCache):
         if in_own_row >= length + best and slot.row is not None:
             return self.paged_rows[slot.row].pages[: self._pages_for(in_own_row)], in_own_row
         return pages if source is None else source.pages[: len(pages) + 1], length + best
-
-    def _tails(self) -> dict[int, list[PagedRow]]:
-        """Rows that end within a page, by the page before it (0 for none)."""
-        tails: dict[int, list[PagedRow]] = {}
-        for line, ids in zip(self.paged_rows, self.cached_ids):
-            if len(ids) % self.page:
-                full = len(ids) // self.page
-                tails.setdefault(line.page(full - 1) if full else 0, []).append(line)
-        return tails
 
     def _index(self, line: PagedRow) -> None:
         """Tell the allocator the ids of pages that have become full."""
@@ -697,11 +673,6 @@ class CacheChoice:
     room: int | None = None
     page: int | None = None
 
-    @property
-    def layout(self) -> str:
-        """What was asked for: rows or pages; empty where the room decides."""
-        return "" if self.page is None else "pages" if self.page else "rows"
-
     def make(
         self, shapes: Sequence[tuple[HeadShape, HeadShape]], rows: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:  # fmt: skip
@@ -714,14 +685,10 @@ class CacheChoice:
             page = 0 if fits or too_few else page
         why = ""
         if not fits and not self.page:
-            assert self.room is not None
-            excess = f"{_size(rows * context * column)} of {_size(self.room)}"
-            why = f"{rows} rows of {context} ids would take {excess}"
+            sizes = [rows * context * column, self.room or 0]
+            need, have = (f"{n / GIB:.1f} GiB" if n >= GIB else f"{n / (1 << 20):.0f} MiB" for n in sizes)
+            why = f"{rows} rows of {context} ids would take {need} of {have}"
         if not page:
             return RowCache(shapes, rows, context, dtype, device, why=why and f", which may not fit: {why}")
         why = why and f", because {why}"
         return PagedCache(shapes, rows, context, dtype, device, pages=pages, page=page, why=why)
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

@@ -82,6 +82,7 @@ class LlamaDecoder:
         config = model.config
         self.model, self.kv_cache, self.fp8 = model, kv_cache, fp8
         self.H, self.Hkv, self.D = config.num_attention_heads, kv_cache.shapes[0][0][0], kv_cache.shapes[0][0][1]
+        self.qkv_sizes = [self.H * self.D, self.Hkv * self.D, self.Hkv * self.D]
         self.eps = config.rms_norm_eps
         self.scale = model.model.layers[0].self_attn.scaling
         self.c_kernels = self.D % cpu.HEAD_MULTIPLE == 0 and cpu.fits(model.model.norm.weight)

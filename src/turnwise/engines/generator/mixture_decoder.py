@@ -13,6 +13,7 @@ text.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,8 +34,10 @@ from turnwise.engines.experts import (
 )
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
 from turnwise.engines.generator.cuda_graphs import GraphDecoder, GraphInputs, batch_buckets
-from turnwise.engines.generator.kv_cache import HeadShape, KVCache
+from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.llama_decoder import LayerWeights
+
+log = logging.getLogger(__name__)
 
 MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 
@@ -47,11 +50,6 @@ class RouteCache:
 
     def __init__(self, routing: ExpertRouting, layer: int) -> None:
         self.routing, self.layer = routing, layer
-
-    @property
-    def shape(self) -> tuple[HeadShape, HeadShape]:
-        """The shape of its keys and values, which hold high and low bytes of each expert's number."""
-        return (1, self.routing.width), (1, self.routing.width)
 
     @contextmanager
     def recording(self, layout: PrefillLayout | DecodeLayout) -> Iterator[None]:
@@ -131,7 +129,7 @@ class MixtureDecoder(GraphDecoder):
         (x, qkv), attention = super()._qkv(i, layer, x, delta), self._attentions[i]
         if layer.qk_norm is not None or not hasattr(attention, "q_norm"):
             return x, qkv
-        q, k, v = qkv.split([self.H * self.D, self.Hkv * self.D, self.Hkv * self.D], 1)
+        q, k, v = qkv.split(self.qkv_sizes, 1)
         return x, torch.cat((attention.q_norm(q), attention.k_norm(k), v), 1)  # over all heads together
 
     def _mlp(self, i: int, layer: LayerWeights, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -176,6 +174,7 @@ class MixtureDecoder(GraphDecoder):
                 fault = fault or self._capture_fault()
             except RuntimeError as error:
                 fault = (str(error).splitlines() or [type(error).__name__])[0]
+                log.warning("experts are not computed by %s: %s: %s", name, type(error).__name__, fault)
             finally:
                 self._forget_graphs()
             proven = proven.without(name, fault) if fault else proven
@@ -198,16 +197,3 @@ class MixtureDecoder(GraphDecoder):
         self.prefilled_once.clear()
         self.capture_errors.clear()
         self.capture.reset()
-
-
-def make_graph_decoder(
-    model: PreTrainedModel, kv_cache: KVCache, route_cache: RouteCache | None, windows: set[int | None], fp8: bool, kernels: Any
-) -> GraphDecoder | str:  # fmt: skip
-    """The graph decoder of a model's family, or why there is none."""
-    mixture = model.config.model_type in MODEL_TYPES
-    kind: type[GraphDecoder] = MixtureDecoder if mixture else GraphDecoder
-    if reason := kind.unsupported_reason(model, windows):
-        return reason
-    if not mixture:
-        return GraphDecoder(model, kv_cache, fp8, kernels)
-    return "experts, which are not rounded" if fp8 else MixtureDecoder(model, kv_cache, route_cache, kernels)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from turnwise.engines.attention_interface import LayerProbe, install_attention, 
 from turnwise.engines.experts import EAGER, as_rows, attach_routing, expert_configs, using
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
 from turnwise.engines.generator.cuda_graphs import GraphDecoder
-from turnwise.engines.generator.kv_cache import CacheChoice, CacheTooSmall, RowCache, RowGrowth
+from turnwise.engines.generator.kv_cache import CacheChoice, CacheTooSmall, RowCache
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
-from turnwise.engines.generator.mixture_decoder import RouteCache, Span, make_graph_decoder
+from turnwise.engines.generator.mixture_decoder import MODEL_TYPES, MixtureDecoder, RouteCache, Span
 from turnwise.engines.kernels.dispatch import decode_ops, limit_host_threads
 from turnwise.errors import SettingError
 
@@ -42,11 +42,7 @@ HALF_TOLERANCE = 0.05  # of the largest logit, for a decoder in half precision; 
 ROUNDING_FACTOR, MAX_TOLERANCE = 4.0, 0.2  # ... differs more between two orders of summation. A bug is off by far more
 PREFILL_BUDGET = 4096  # tokens of one packed prefill: bounds its memory ...
 PREFILL_BUDGET_CUDA = 1 << 15  # ... with smaller ones a large GPU waits for launches
-CACHE_ARGUMENTS = (
-    "past_key_values",
-    "cache_params",
-    "state",
-)  # names under which models return and take their own cache
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # under which models return and take their own cache
 UNSERVED = (SettingError, TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError)
 Ids = tuple[int, ...]
 
@@ -69,13 +65,10 @@ class ModelRunner:
     ) -> None:
         """``share_weights``: see ``model_copy``. ``dtype``: of weights and KV cache; float8_e4m3fn: layer weights in fp8, the
         others in bfloat16 (on a CPU in the model's own dtype)."""
-        self.fp8 = dtype == torch.float8_e4m3fn
-        if self.fp8:
-            dtype = torch.bfloat16 if device.type == "cuda" else None
-        # the weights before rounding
-        self.exact = dict(model.named_parameters()) if dtype not in (None, model.dtype) else None
+        self.fp8, self.device = dtype == torch.float8_e4m3fn, device
         self.model = model_copy(model, device, dtype, share_weights)
-        self.device = device
+        # the weights before rounding
+        self.exact = dict(model.named_parameters()) if self.model.dtype != model.dtype else None
         self.prefills = 0  # forward passes so far
         self.rounding = 0.0  # how much the stock forward differs from itself with a KV cache: by the order of its sums
         self._base: Mapping[str, Tensor] | None = None  # the frozen weights that published adapters belong to
@@ -95,10 +88,12 @@ class ModelRunner:
             probe.check_all_layers(self.model)
             shapes = [probe.shapes[layer] for layer in sorted(probe.shapes)]
             self.route_cache = RouteCache(routing, len(shapes)) if routing is not None else None
-            shapes += [self.route_cache.shape] if self.route_cache is not None else []
-            self.kv_cache = (cache or CacheChoice()).make(
-                shapes, rows, context, next(self.model.parameters()).dtype, device
-            )
+            if (
+                routing is not None
+            ):  # one more layer, whose keys and values hold high and low bytes of each expert's number
+                shapes.append(((1, routing.width), (1, routing.width)))
+            weight_dtype = next(self.model.parameters()).dtype
+            self.kv_cache = (cache or CacheChoice()).make(shapes, rows, context, weight_dtype, device)
             self.decoder: LlamaDecoder | None = None
             self.path = f"stock forward, {dtype_name(self.kv_cache.dtype)}, because fast is off"
             error = self._deviation(ids, reference)
@@ -121,22 +116,23 @@ class ModelRunner:
 
     def _deviation(self, ids: Tensor, reference: Tensor) -> float:
         """Largest logit error of prefilling all ids but the last two and decoding those, relative to the largest logit."""
-        self.kv_cache.hold([RowGrowth(0, len(ids))])
-        with self._forcing_probe(0, len(ids) - 2):
+
+        def forcing(begin: int, end: int) -> AbstractContextManager[None]:
+            if self.route_cache is None or self._probe_routes is None:
+                return nullcontext()
+            return self.route_cache.routing.forcing(self._probe_routes[begin:end], padded=True)
+
+        self.kv_cache.hold([(0, len(ids))])
+        with forcing(0, len(ids) - 2):
             self.prefill([PrefillChunk(0, 0, ids[:-2].tolist())])
         layout = DecodeLayout(self.kv_cache, [len(ids) - 2], 2)
         logits = []
         for at, token in enumerate(ids[-2:].to(self.device), len(ids) - 2):
-            with self._forcing_probe(at, at + 1):
+            with forcing(at, at + 1):
                 logits.append(self.decode_step(token[None], layout)[0])
             layout.advance()
         self.kv_cache.assign_rows([])
         return float((torch.stack(logits) - reference[-2:]).abs().max() / (1e-6 + reference.abs().max()))
-
-    def _forcing_probe(self, begin: int, end: int) -> AbstractContextManager[None]:
-        if self.route_cache is None or self._probe_routes is None:
-            return nullcontext()
-        return self.route_cache.routing.forcing(self._probe_routes[begin:end], padded=True)
 
     def _tolerance(self) -> float:
         if self.fp8 and self.decoder is not None:
@@ -149,12 +145,19 @@ class ModelRunner:
     def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
         """Use the fastest decoder that supports this model, works on this machine and gives the same logits."""
         kernels, no_kernels = decode_ops(self.device)
+        mixture = self.model.config.model_type in MODEL_TYPES
 
         def graph_decoder(fp8: bool) -> LlamaDecoder | str:
-            parts = (self.model, self.kv_cache, self.route_cache, windows, fp8, kernels)
-            decoder = no_kernels or make_graph_decoder(*parts)
-            if not isinstance(decoder, str):
-                decoder.refresh_weights(self.exact)
+            kind: type[GraphDecoder] = MixtureDecoder if mixture else GraphDecoder
+            reason = no_kernels or kind.unsupported_reason(self.model, windows)
+            if reason or (mixture and fp8):
+                return reason or "experts, which are not rounded"
+            decoder: GraphDecoder
+            if mixture:
+                decoder = MixtureDecoder(self.model, self.kv_cache, self.route_cache, kernels)
+            else:
+                decoder = GraphDecoder(self.model, self.kv_cache, fp8, kernels)
+            decoder.refresh_weights(self.exact)
             return decoder
 
         def eager_decoder() -> LlamaDecoder | str:
@@ -183,7 +186,7 @@ class ModelRunner:
                 reasons.append(f"not {what}, because its logits were off by {error:.2g}")
             except Exception as fault:  # no compiler, an old GPU, too little memory: fall back to a slower path
                 reasons.append(f"not {what}, because of {type(fault).__name__}: {(str(fault).splitlines() or [''])[0]}")
-                log.warning("generator: %s", reasons[-1])
+            log.warning("the generator decodes more slowly than it could: %s", reasons[-1])
         self.decoder = None
         rounding = "; weights are not rounded to fp8" if self.fp8 else ""
         self.path = f"stock forward, {dtype_name(self.kv_cache.dtype)}{rounding}; " + "; ".join(reasons)
@@ -232,16 +235,29 @@ class ModelRunner:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights by name. Names may be missing (a tied head), but never unknown. Adapters are loaded alone where the
         decoder applies them beside the weights; elsewhere they arrive merged."""
-        beside = self.graphs is not None and self.graphs.takes_adapters and not self.fp8
-        if self.graphs is not None and beside and isinstance(weights, AdaptedWeights) and weights.mergeless:
-            if self._base is None or not _same_tensors(self._base, weights.base):
-                self._load(weights.base)
-                self._base = weights.base
+        if (
+            self.graphs is not None
+            and self.applies_adapters
+            and isinstance(weights, AdaptedWeights)
+            and weights.mergeless
+        ):
+            # frozen weights stay where they are: the same memory is the same base. Packed ones are made when they are read
+            old, new = self._base, weights.base
+            if old is not new and (
+                old is None or old.keys() != new.keys() or any(old[n].data_ptr() != new[n].data_ptr() for n in old)
+            ):
+                self._load(new)
+                self._base = new
             self.graphs.load_adapters(weights.adapters)
         else:
             self._base = None
             self._load(weights)
         self.kv_cache.invalidate()
+
+    @property
+    def applies_adapters(self) -> bool:
+        """Whether adapters are applied beside the weights; else they are merged, for which their base is needed each time."""
+        return self.graphs is not None and self.graphs.takes_adapters and not self.fp8
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         copy_weights(self.model, weights)
@@ -254,6 +270,8 @@ def model_copy(
 ) -> PreTrainedModel:
     """A frozen copy for the generator. ``share_weights``: its parameters alias the model's where device and dtype allow it, for
     a caller that publishes after every change and lets nothing be sampled in between. That saves one model's memory."""
+    if dtype == torch.float8_e4m3fn:  # a decoder rounds the layers; the rest stays in the dtype of their products
+        dtype = torch.bfloat16 if device.type == "cuda" else None
     aliases: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     out = copy.deepcopy(model, aliases if share_weights else {})
     out = out.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
@@ -262,24 +280,16 @@ def model_copy(
     return out
 
 
-def _same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether both name the same memory: frozen weights stay where they are. Packed ones are made when they are read."""
-    return a is b or (a.keys() == b.keys() and all(a[name].data_ptr() == b[name].data_ptr() for name in a))
-
-
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Copy weights into the model by name. Names may be missing (a tied head), but never unknown."""
     parameters = model.state_dict()
-    unknown = [name for name in weights if name not in parameters]
-    if unknown:
-        raise SettingError(f"published weights name {unknown[0]!r}, which {type(model).__name__} does not have")
-    merged_when_read = isinstance(weights, AdaptedWeights)
     for name, value in (weights.base if isinstance(weights, AdaptedWeights) else weights).items():
+        if name not in parameters:
+            raise SettingError(f"published weights name {name!r}, which {type(model).__name__} does not have")
         if parameters[name].shape != value.shape:
-            raise SettingError(
-                f"weight {name!r} has shape {tuple(value.shape)}; the model's is {tuple(parameters[name].shape)}"
-            )
-    if merged_when_read:
+            shape, expected = tuple(value.shape), tuple(parameters[name].shape)
+            raise SettingError(f"weight {name!r} has shape {shape}; the model's is {expected}")
+    if isinstance(weights, AdaptedWeights):  # merged when read: one at a time, so that a second model never exists
         for name, value in weights.items():
             parameters[name].copy_(value)
     elif weights:
@@ -311,6 +321,11 @@ def _prefill_batches(chunks: Sequence[PrefillChunk], budget: int, padded: bool) 
 # ------------------------------------------------------------------ models with a cache of their own
 
 
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
 @dataclass(eq=False, slots=True)
 class StockCache:
     """A model's own cache of several rows of equal length, and the ids that each of them has read."""
@@ -331,7 +346,8 @@ class StockCache:
         index = torch.tensor([place[ids] for ids in wanted])
         try:
             self.cache.batch_select_indices(index)
-        except (AttributeError, NotImplementedError, TypeError, RuntimeError):
+        except (AttributeError, NotImplementedError, TypeError, RuntimeError) as fault:
+            _warn_once(f"rows that change are read again, because this model's cache cannot select rows: {fault!r}")
             return False
         self.rows = list(wanted)
         self.routes = None if self.routes is None else self.routes[index]
@@ -345,18 +361,17 @@ class StockRunner:
     decoder = None
     graphs = None
 
+    applies_adapters = False
+
     def __init__(
         self, model: PreTrainedModel, rows: int, context: int, device: torch.device, reason: str,
         dtype: torch.dtype | None = None, share_weights: bool = False, layout: str = "",
     ) -> None:  # fmt: skip
-        if dtype == torch.float8_e4m3fn:
-            dtype = torch.bfloat16 if device.type == "cuda" else None
         self.model = model_copy(model, device, dtype, share_weights)
         self.device, self.reason, self.layout = device, reason, layout
         limit_host_threads(device)
-        self.kv_cache = RowCache(
-            (), rows, context, next(self.model.parameters()).dtype, device
-        )  # rows and ids, no tensors
+        # rows and ids, no tensors
+        self.kv_cache = RowCache((), rows, context, next(self.model.parameters()).dtype, device)
         self.prefills = 0
         self._caches: list[StockCache] = []
         self._layout: DecodeLayout | None = None
@@ -414,8 +429,11 @@ class StockRunner:
         caches: list[StockCache] = []
         for members in by_length.values():
             group = [prefixes[row] for row in members]
-            if self.cached:
-                logits, cache = self._decode(group, [tokens[row] for row in members])
+            if self.cached:  # from the cache that holds them; else they are read first
+                cache = next((c for c in self._caches if c.select(group)), None)
+                if cache is None and group[0]:
+                    _, cache = self._forward(group, None, [()] * len(group))
+                logits, cache = self._forward([(tokens[row],) for row in members], cache, group)
                 caches.append(cache)
                 routes = cache.routes
             else:
@@ -438,13 +456,6 @@ class StockRunner:
         """Logits [n, V] after rows of equal length, and the experts chosen, without a cache."""
         out, routes = self._run(rows, use_cache=False)
         return out.logits[:, -1], routes
-
-    def _decode(self, prefixes: list[Ids], tokens: list[int]) -> tuple[Tensor, StockCache]:
-        """Feed one token after prefixes of equal length, from the cache that holds them; else read them first."""
-        cache = next((c for c in self._caches if c.select(prefixes)), None)
-        if cache is None and prefixes[0]:
-            _, cache = self._forward(prefixes, None, [()] * len(prefixes))
-        return self._forward([(token,) for token in tokens], cache, prefixes)
 
     def _forward(
         self, ids: Sequence[Ids], cache: StockCache | None, before: Sequence[Ids]
@@ -489,7 +500,8 @@ class StockRunner:
                 expected, _ = self._read(rows)
                 errors.append(float((logits - expected).abs().max() / (1e-6 + expected.abs().max())))
         except UNSERVED as fault:
-            log.info("%s decodes without its cache: %s", type(self.model).__name__, fault)
+            name = type(fault).__name__
+            log.warning("%s decodes without its cache, which is slow: %s: %s", type(self.model).__name__, name, fault)
             return False
         finally:
             self._caches = []
@@ -509,6 +521,10 @@ def make_runner(
     except (torch.OutOfMemoryError, CacheTooSmall):
         raise
     except UNSERVED as fault:
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
-        layout = cache.layout if cache is not None else ""
-        return StockRunner(model, rows, context, device, lines[0], dtype, share_weights, layout)
+        reason = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+        log.warning(
+            "%s decodes by its own forward, which is slow: %s: %s", type(model).__name__, type(fault).__name__, reason
+        )
+        # what the user asked for; empty where the room decides
+        layout = "" if cache is None or cache.page is None else "pages" if cache.page else "rows"
+        return StockRunner(model, rows, context, device, reason, dtype, share_weights, layout)

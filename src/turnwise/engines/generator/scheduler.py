@@ -19,7 +19,7 @@ from torch import Tensor
 from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.attention_layouts import DecodeLayout
 from turnwise.engines.generator.cuda_graphs import MAX_STEPS
-from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, RowGrowth, common_prefix_length
+from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, common_prefix_length
 from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering
 from turnwise.engines.generator.model_runner import Runner
 from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, uniforms
@@ -57,7 +57,7 @@ class Request:
     entropy: list[float] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
-    kept: list[bytes] = field(default_factory=list)  # ids kept at every token; empty where nothing truncates
+    kept_sets: list[bytes] = field(default_factory=list)  # ids kept at every token; empty where nothing truncates
     routes: list[bytes] = field(default_factory=list)  # experts at every position fed so far; empty without routers
     stop: Stop | None = None
     cancelled: bool = False
@@ -192,7 +192,7 @@ class Scheduler:
         their KV for it. Where there is no room for one step, the youngest request leaves the batch and is admitted again."""
         steps = min(steps, max(r.budget - r.sampled for r in self.running))
         while True:
-            growths = [RowGrowth(len(r.sequence) - 1, min(steps, r.budget - r.sampled)) for r in self.running]
+            growths = [(len(r.sequence) - 1, min(steps, r.budget - r.sampled)) for r in self.running]
             if self.kv_cache.hold(growths, evict=steps <= tick):
                 return steps
             if steps > 1:
@@ -208,9 +208,7 @@ class Scheduler:
         lanes, device = self.running, self.kv_cache.device
         layout = DecodeLayout(self.kv_cache, [len(r.sequence) - 1 for r in lanes], steps)
         sampler = TokenSampler([r.sampling for r in lanes], device)
-        seed, position = (
-            torch.tensor(x, device=device) for x in ([r.seed for r in lanes], [len(r.sequence) for r in lanes])
-        )
+        seed, position = torch.tensor([[r.seed for r in lanes], [len(r.sequence) for r in lanes]], device=device)
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
         shifts = LaneShifts(lanes, self.vocabulary)
@@ -254,23 +252,20 @@ class Scheduler:
         """Lanes that finish with this token, and why. A stop id takes precedence over a string, a string over a limit."""
         finished = {i: Stop.LENGTH for i in due if self.running[i].stop is None}
         for i in with_stop_strings:
-            if self.running[i].stop is None and self._hits_stop_string(i):
-                finished[i] = Stop.STRING
+            request, strings = self.running[i], self.running[i].sampling.stop
+            if request.stop is None:
+                assert self.decode is not None
+                # every token carries at least one byte, so these tokens cover the string and some context before it
+                size = STOP_MARGIN + max(len(string.encode()) for string in strings)
+                before = request.sequence[max(request.prompt_length, len(request.sequence) - size) :]
+                text = self.decode([*before, *(output[0][i] for output in self._undelivered[-size:])][-size:])
+                if any(string in text for string in strings):
+                    finished[i] = Stop.STRING
         if not self.stop_ids.isdisjoint(tokens):
             for i, token in enumerate(tokens):
                 if token in self.stop_ids and self.running[i].stop is None:
                     finished[i] = Stop.TOKEN
         return finished
-
-    def _hits_stop_string(self, lane: int) -> bool:
-        """Whether the decoded tail holds a stop string that the last token completed."""
-        assert self.decode is not None
-        request = self.running[lane]
-        # every token carries at least one byte, so these tokens cover the string and some context before it
-        size = STOP_MARGIN + max(len(string.encode()) for string in request.sampling.stop)
-        before = request.sequence[max(request.prompt_length, len(request.sequence) - size) :]
-        text = self.decode([*before, *(output[0][lane] for output in self._undelivered[-size:])][-size:])
-        return any(string in text for string in request.sampling.stop)
 
     # ------------------------------------------------------------------ delivery
 
@@ -282,7 +277,7 @@ class Scheduler:
         logp = select([o[1] for o in outputs])
         truncated = [o[2] for o in outputs if o[2] is not None]
         stacked = [torch.stack(rows)[:, lanes].transpose(0, 1).cpu() for rows in zip(*truncated)]
-        mass, kept = stacked or (None, None)
+        mass, kept_rows = stacked or (None, None)
         measured = [o[3] for o in outputs if o[3] is not None]
         certainty = [select(list(rows)) for rows in zip(*measured)] if len(measured) == len(outputs) else None
         size = len(outputs)
@@ -292,8 +287,8 @@ class Scheduler:
             request.sequence.extend(tokens[lane])
             request.logp.extend(logp[index])
             request.mass.extend(no_mass if mass is None else mass[index].tolist())
-            if kept is not None and _truncates(request.sampling):
-                request.kept.extend(kept_bytes(kept[index]))
+            if kept_rows is not None and _truncates(request.sampling):
+                request.kept_sets.extend(kept_bytes(kept_rows[index]))
             request.version.extend(version)
             if certainty is not None and request.sampling.entropy:
                 request.entropy.extend(certainty[0][index])
