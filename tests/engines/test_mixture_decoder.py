@@ -16,6 +16,7 @@ from support.mixtures import SHAPE, batch_of, make_generator, make_mixture, play
 
 from turnwise.core.records import Sampling
 from turnwise.core.signals import Signal
+from turnwise.engines import experts
 from turnwise.engines.experts import (
     BATCHED,
     GROUPED,
@@ -26,9 +27,9 @@ from turnwise.engines.experts import (
     use,
     using,
 )
-from turnwise.engines.generator import mixture_decoder, model_runner
+from turnwise.engines.generator import model_runner
+from turnwise.engines.generator.cuda_graphs import MixtureDecoder, RouteCache
 from turnwise.engines.generator.kv_cache import CacheChoice, RowCache
-from turnwise.engines.generator.mixture_decoder import MixtureDecoder, RouteCache
 from turnwise.engines.kernels import reference
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
@@ -136,8 +137,8 @@ def test_the_implementation_follows_the_rows(reference_kernels, monkeypatch):
     decoder, seen = decoder_of(generator), []
     limit = 3 * decoder.experts.k * decoder.experts.expert_bytes  # three rows gather, four do not
     monkeypatch.setattr("turnwise.engines.experts.GATHERED_BYTES", limit)
-    original = mixture_decoder.using
-    monkeypatch.setattr(mixture_decoder, "using", lambda configs, name: seen.append(name) or original(configs, name))
+    original = experts.using
+    monkeypatch.setattr(experts, "using", lambda configs, name: seen.append(name) or original(configs, name))
     for lanes in (1, 3, 4, 8):
         zeros = torch.zeros(lanes, dtype=torch.int64)
         with torch.inference_mode():
@@ -246,7 +247,8 @@ def test_a_given_buffer_receives_the_choices_and_keeps_its_address():
 def test_active_lanes_store_their_routes_and_nothing_else_changes(columns, page, seed):
     routing, context, rows = ExpertRouting(2, 300, 3), 8, 6
     routes = RouteCache(routing, 0)
-    cache = CacheChoice(page=page).make([((1, routing.width), (1, routing.width))], rows, context, torch.bfloat16, torch.device("cpu"))
+    shapes = [((1, routing.width), (1, routing.width))]
+    cache = CacheChoice(page=page).make(shapes, rows, context, torch.bfloat16, torch.device("cpu"))
     cache.allocate_all()
     if page:  # inactive lanes still name pages, which others may own by now
         rng = torch.Generator().manual_seed(seed)

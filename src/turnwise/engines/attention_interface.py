@@ -19,9 +19,8 @@ from transformers.utils import logging
 from turnwise.errors import SettingError
 
 NAME = "turnwise"
-HARMLESS = frozenset(
-    {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict", "logits_to_keep"}
-)  # what models pass on to every attention call; dropout is 0 in evaluation mode
+# what models pass on to every attention call; dropout is 0 in evaluation mode
+HARMLESS = {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict", "logits_to_keep"}
 
 
 class AttentionLayout(Protocol):
@@ -32,33 +31,23 @@ class AttentionLayout(Protocol):
 
 @torch.compiler.disable  # layouts are data of a batch: traced, every batch would be compiled again
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    layout: AttentionLayout | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    layout: AttentionLayout | None = None, sliding_window: int | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     if layout is None:
         raise SettingError(
             "its layers do not pass our attention layout on (call a model that Turnwise prepared through a generator or learner)"
         )
-    _refuse_options(attention_mask, options)
+    # Layouts implement plain causal attention and windows. On random weights a soft cap is too weak to be noticed by a
+    # comparison of logits, so what a model asks for is read here and not only measured.
+    unserved = ["a mask of its own"] if attention_mask is not None else []
+    for name, given in options.items():
+        if name not in HARMLESS and (isinstance(given, Tensor) or bool(given)):
+            unserved.append(f"the option {name}")
+    if unserved:
+        raise SettingError(f"its attention has {unserved[0]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attention(module.layer_idx, query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
-
-
-def _refuse_options(mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Layouts implement plain causal attention and windows. On random weights a soft cap is too weak to be noticed by a
-    comparison of logits, so what a model asks for is read here and not only measured."""
-    if mask is not None:
-        raise SettingError("its attention has a mask of its own")
-    for name, value in options.items():
-        if name not in HARMLESS and (isinstance(value, Tensor) or bool(value)):
-            raise SettingError(f"its attention has the option {name}")
 
 
 AttentionInterface.register(NAME, _attention)
@@ -67,15 +56,17 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # layouts b
 
 def install_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Route this model's attention through layouts."""
+    fault: Exception | None = None
     try:
         with _quiet():
             model.set_attn_implementation(NAME)
-    except (ValueError, AttributeError, KeyError) as fault:
+    except (ValueError, AttributeError, KeyError) as error:
+        fault = error
+    if fault or model.config.get_text_config()._attn_implementation != NAME:  # of the latter Transformers only warns
+        why = f": {fault}" if fault else ""
         raise SettingError(
-            f"{type(model).__name__} does not follow the Transformers attention interface: {fault}"
+            f"{type(model).__name__} does not follow the Transformers attention interface{why}"
         ) from fault
-    if model.config.get_text_config()._attn_implementation != NAME:  # Transformers only warns
-        raise SettingError(f"{type(model).__name__} does not follow the Transformers attention interface")
     return model
 
 

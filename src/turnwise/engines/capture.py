@@ -34,7 +34,11 @@ class GpuUse:
         try:
             yield
         finally:
-            self._end(me, 1)
+            with self._changed:
+                self._users[me] -= 1
+                if not self._users[me]:
+                    del self._users[me]
+                    self._changed.notify_all()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -42,6 +46,7 @@ class GpuUse:
         with self._changed:
             given_up = self._users.pop(me, 0) if self._alone != me else 0
             if self._alone != me:
+                # new users wait for those who wait here: else two busy engines would starve a capture for ever
                 self._waiting += 1
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._alone is None and not self._users)
@@ -64,19 +69,12 @@ class GpuUse:
                 self._changed.wait_for(lambda: self._alone is None and not self._waiting)
             self._users[me] = self._users.get(me, 0) + uses
 
-    def _end(self, me: int, uses: int) -> None:
-        with self._changed:
-            self._users[me] -= uses
-            if not self._users[me]:
-                del self._users[me]
-                self._changed.notify_all()
-
 
 GPU_USE = GpuUse()
+# inside, this thread launches kernels, and no other thread captures
 using_gpu = GPU_USE.shared
-"""Inside, this thread launches kernels, and no other thread captures."""
+# inside, no other thread uses the GPU: for a capture, and for what would break one, such as freeing cached memory
 exclusive = GPU_USE.alone
-"""Inside, no other thread uses the GPU: for a capture, and for what would break one, such as freeing cached memory."""
 
 
 class GraphCapture:

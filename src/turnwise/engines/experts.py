@@ -39,13 +39,8 @@ log = logging.getLogger(__name__)
 
 EAGER, GROUPED, BATCHED = "eager", "grouped_mm", "batched_mm"
 COMPUTE_DTYPE = "turnwise"  # the name of our own, as of our attention
-MARKS = (
-    "config",
-    "num_experts",
-    "has_gate",
-    "has_bias",
-    "is_transposed",
-)  # what Transformers gives experts it dispatches
+# what Transformers gives experts it dispatches
+MARKS = ("config", "num_experts", "has_gate", "has_bias", "is_transposed")
 GATHERED_BYTES = 32 << 20  # of one layer's gathered weights: up to here fewer launches outweigh more bytes (calculated)
 ATTRIBUTE, OFF = "_turnwise_expert_routing", "_turnwise_free_routing"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
@@ -149,9 +144,8 @@ class ExpertChoice:
 
     def describe(self) -> str:
         """``experts by grouped_mm and batched_mm``, and why not by others."""
-        return f"experts by {' and '.join(self.proven)}" + "".join(
-            f", not {n}: {why}" for n, why in self.refused.items()
-        )
+        refused = [f"not {name}: {why}" for name, why in self.refused.items()]
+        return ", ".join([f"experts by {' and '.join(self.proven)}", *refused])
 
 
 # ------------------------------------------------------------------ routers
@@ -289,29 +283,25 @@ def attach_routing(model: PreTrainedModel) -> ExpertRouting | None:
     decoder: Any = model.get_decoder()
     if (routing := routing_of(decoder)) is not None:
         return routing
-    experts = _expert_count(model)
+    config = model.config.get_text_config()
+    places = (config, getattr(config, "ffn_config", None))
+    counts = [getattr(place, name, None) for place in places for name in EXPERT_COUNTS]
+    experts = max([count for count in counts if isinstance(count, int)], default=0)
     if experts < 2 or getattr(decoder, OFF, False):
         return None
     try:
         routers = _find_routers(decoder, experts)
+        reason = "" if len({k for _, k in routers}) == 1 else "they choose no fixed number"
     except (TypeError, ValueError, RuntimeError, AttributeError) as fault:
-        log.warning("the routers of %s are not recorded: %s", type(model).__name__, fault)
-        return None
-    if len({k for _, k in routers}) != 1:
-        log.warning("the routers of %s are not recorded: they choose no fixed number", type(model).__name__)
+        reason = f"{type(fault).__name__}: {fault}"
+    if reason:
+        log.warning("the routers of %s are not recorded: %s", type(model).__name__, reason)
         return None
     routing = ExpertRouting(len(routers), experts, routers[0][1])
     for number, (router, _) in enumerate(routers):
         router.forward = partial(_routed_forward, router.forward, routing, number)
     setattr(decoder, ATTRIBUTE, routing)
     return routing
-
-
-def _expert_count(model: PreTrainedModel) -> int:
-    config = model.config.get_text_config()
-    places = (config, getattr(config, "ffn_config", None))
-    counts = [getattr(place, name, None) for place in places for name in EXPERT_COUNTS]
-    return max([count for count in counts if isinstance(count, int)], default=0)
 
 
 @torch.no_grad()
@@ -325,12 +315,12 @@ def _find_routers(decoder: nn.Module, experts: int) -> list[tuple[nn.Module, int
             routers[running[-1]] = best.indices.shape[1]
         return best
 
-    def enter(module: nn.Module, args: Any) -> None:
-        running.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(
+        module: nn.Module, args: Any, output: Any
+    ) -> None:  # returns None: anything else would replace the output
         running.pop()
 
+    enter = lambda module, args: running.append(module)  # noqa: E731
     hooks = [h for m in decoder.modules() for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
     try:
         ids = torch.arange(PROBE_IDS, device=next(decoder.parameters()).device)[None]
@@ -354,10 +344,6 @@ def as_rows(routes: Tensor) -> list[bytes]:
 def as_cache_entries(routes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Choices as numbers that bfloat16 holds exactly: high and low bytes."""
     return (routes // BYTE).to(dtype), (routes % BYTE).to(dtype)
-
-
-def from_cache_entries(high: Tensor, low: Tensor) -> Tensor:
-    return (high.to(torch.int16) * BYTE + low.to(torch.int16)).to(torch.int16)
 
 
 def distinct_positions(ids: Tensor, routes: Tensor | None) -> Tensor:

@@ -22,10 +22,8 @@ from turnwise.engines.kernels.four_bit import BYTES_EACH
 from turnwise.engines.learner import logprobs
 
 MASTER = 4  # bytes of a trained weight, of its gradient, of each of Adam's two moments, and of the residual stream
-FRAGMENTS, CAPTURED_FRAGMENTS = (
-    0.25,
-    0.1,
-)  # where layers are recomputed; where CUDA graphs hold a step's memory in place
+FRAGMENTS = 0.25  # where layers are recomputed ...
+CAPTURED_FRAGMENTS = 0.1  # ... and where CUDA graphs hold a step's memory in place
 RECOMPUTE_FROM = 4096  # ids of a micro-batch below which recomputing layers costs less time than smaller batches
 GIB = 1 << 30
 HEAD_ON_CPU = (logprobs.KEEP_BYTES, logprobs.CHUNK_BYTES)
@@ -148,9 +146,9 @@ class MemoryPlan:
         frozen = (s.embeddings if self.four_bit else s.parameters) if self.lora_rank else 0
         rounded = self.compute if self.compute < MASTER and not self.lora_rank else 0
         copies = self.ranks if self.one_memory else 1  # of what every rank does by itself
-        kept, layer = (of(self.ids, self.compute, self.recompute) for of in (s.kept, s.of_one_layer))
+        of_all, layer = (of(self.ids, self.compute, self.recompute) for of in (s.kept, s.of_one_layer))
         head = s.head(self.ids, self.compute, not self.lora_rank)
-        active = kept + (max(layer, head) if self.recompute else layer + head)
+        active = of_all + (max(layer, head) if self.recompute else layer + head)
         if s.experts and self.one_micro_batch and self.ranks == 1:
             active = max(layer, active - trained * MASTER)  # beside all gradients, or before there are any
         gathered = (

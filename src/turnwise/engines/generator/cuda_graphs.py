@@ -9,6 +9,12 @@ in place, and the model's own matrices are views of the fused ones, so both exis
 fused product: a step adds (h down) up to the product of the frozen weight, and publishing a policy copies the factors alone, a
 hundredth of the weights.
 
+``MixtureDecoder`` is for mixtures of experts with layers like Llama's. A layer's router and experts are the model's own modules,
+run by an implementation that never asks the host (``experts``); each is compared with the loop over experts before it is used,
+and on a GPU captured once. What the routers choose goes into a buffer at a fixed address and from there into the cache, all
+inside the graph. ``RouteCache`` keeps it as one more layer of the KV cache, so it follows whatever happens to a row: a prefix
+that another dialogue computed, a copy, a move, an eviction, a recomputation after a weight update.
+
 Knows weights, the KV cache and sampling; neither requests nor text.
 """
 
@@ -17,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -27,9 +34,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.core.transfer import to_device
-from turnwise.engines import capture
+from turnwise.engines import capture, experts
 from turnwise.engines.adapters import Adapter, fuse_down, fuse_up
-from turnwise.engines.capture import GraphCapture
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillLayout
 from turnwise.engines.generator.kv_cache import KVCache
 from turnwise.engines.generator.llama_decoder import LayerWeights, LlamaDecoder
@@ -59,8 +65,13 @@ PRODUCTS = {
     "down": ("mlp.down_proj",),
 }
 
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # model types
+
 Truncation = tuple[int, float, float]
 """(top-k, top-p, min-p) of a lane; (0, 1, 0) keeps the whole distribution."""
+
+Span = tuple[int, int, int]
+"""A cache row and the columns [begin, end)."""
 
 DecodeGraphKey = tuple[int, bool, bool]
 """What a decode graph is captured for: lanes, whether any lane truncates, whether lanes share prefixes."""
@@ -162,7 +173,7 @@ class GraphDecoder(LlamaDecoder):
         self.decode_graphs: dict[DecodeGraphKey, Callable[[], None]] = {}
         self.prefill_graphs: dict[GraphShape, tuple[GraphInputs, Callable[[], None]]] = {}
         self.prefilled_once: set[GraphShape] = set()  # shapes that occurred once, without a graph
-        self.capture = GraphCapture()
+        self.capture = capture.GraphCapture()
         self.adapters: list[dict[str, LowRankPair]] = [{} for _ in self.layers]  # of each layer, by its products
         self.capture_errors: set[str] = set()
 
@@ -502,3 +513,151 @@ class GraphDecoder(LlamaDecoder):
         if copied is not None:
             copied.record()
         return copied, copies
+
+
+# ---------------------------------------------------------------------- mixtures of experts
+
+
+class RouteCache:
+    """``layer``: the number of the cache layer that holds the routes, after those of the model."""
+
+    def __init__(self, routing: experts.ExpertRouting, layer: int) -> None:
+        self.routing, self.layer = routing, layer
+
+    @contextmanager
+    def recording(self, layout: PrefillLayout | DecodeLayout) -> Iterator[None]:
+        """Store what the routers choose in a forward pass of this layout."""
+        with self.routing.recording() as chosen:
+            yield
+        high, low = experts.as_cache_entries(chosen(), layout.kv_cache.dtype)
+        layout.write(self.layer, high[:, None], low[:, None])  # [N, 1, W]: one head
+
+    def store(self, kv_cache: KVCache, chosen: Tensor, block: Tensor, position: Tensor) -> None:
+        """Store choices [N, R, k] in columns ``position`` of blocks ``block`` [N], without asking the device anything: part of a
+        captured graph. Rows outside [0, context) are padding and inactive lanes, whose blocks may belong to others. They repeat
+        the write of the first row that counts; if none does, all write back what is there."""
+        counts = (position >= 0) & (position < kv_cache.context)
+        row = torch.arange(len(position), device=position.device)
+        source = torch.where(counts, row, counts.int().argmax())
+        block, offset = block[source], position[source].clamp(min=0) % kv_cache.block_width
+        entries = experts.as_cache_entries(chosen.flatten(1)[source], kv_cache.dtype)
+        for cached, new in zip((kv_cache.keys[self.layer], kv_cache.values[self.layer]), entries):
+            cached[block, 0, offset] = torch.where(counts.any(), new, cached[block, 0, offset])
+
+    def read(self, kv_cache: KVCache, spans: Sequence[Span]) -> list[list[bytes]]:
+        """The routes of these columns. One copy from the device for all of them."""
+        parts = []
+        for row, begin, end in spans:
+            keys, values = kv_cache.columns(self.layer, torch.tensor([row], device=kv_cache.device), end)
+            high, low = (t[0, 0, begin:end].to(torch.int16) for t in (keys, values))
+            parts.append(high * experts.BYTE + low)
+        rows = iter(experts.as_rows(torch.cat(parts)))
+        return [[next(rows) for _ in range(end - begin)] for _, begin, end in spans]
+
+
+class MixtureDecoder(GraphDecoder):
+    """``experts``: how many rows are computed by which implementation."""
+
+    model_types = MIXTURES
+    takes_adapters = False  # those of experts are not beside a linear layer
+    prefills_last_layer = True  # its routers' choices are recorded too
+    attention_buffer = staticmethod(torch.zeros)  # inactive lanes then choose few experts, all the same ones
+
+    @classmethod
+    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
+        reason = super().unsupported_reason(model, windows)
+        if not reason and getattr(model.config, "clip_qkv", None) is not None:
+            reason = "clipped queries and keys"
+        return reason or (
+            "" if experts.expert_modules(model) else "experts that can only be computed one after another"
+        )
+
+    def __init__(self, model: PreTrainedModel, kv_cache: KVCache, route_cache: RouteCache | None, kernels: Any) -> None:
+        """``route_cache``: where the routers' choices go; None: they are not recorded."""
+        self.blocks = [layer.mlp if experts.expert_modules(layer.mlp) else None for layer in model.model.layers]
+        choice = experts.ExpertChoice.of(model, int(model.config.num_experts_per_tok))
+        assert choice is not None, "see unsupported_reason"
+        self.experts, self._configs, self.route_cache = choice, experts.expert_configs(model), route_cache
+        super().__init__(model, kv_cache, False, kernels)
+        if route_cache is not None:
+            shape = (kv_cache.rows, route_cache.routing.routers, route_cache.routing.k)
+            self.routes = torch.zeros(shape, dtype=torch.int16, device=kv_cache.device)
+        self._attentions = [layer.self_attn for layer in model.model.layers]
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.experts.describe()}"
+
+    # ------------------------------------------------------------------ one forward pass
+
+    def _qkv(self, i: int, layer: LayerWeights, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        (x, qkv), attention = super()._qkv(i, layer, x, delta), self._attentions[i]
+        if layer.qk_norm is not None or not hasattr(attention, "q_norm"):
+            return x, qkv
+        q, k, v = qkv.split(self.qkv_sizes, 1)
+        return x, torch.cat((attention.q_norm(q), attention.k_norm(k), v), 1)  # over all heads together
+
+    def _mlp(self, i: int, layer: LayerWeights, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
+        block = self.blocks[i]
+        if block is None:
+            return super()._mlp(i, layer, x, attention)
+        delta = self._linear(attention, layer.out, layer.out_bias)
+        x, h = self.kernels.add_norm(x, delta, layer.mlp_norm, self.eps, self.dtype)
+        return x, block(h[None])[0]
+
+    def _logits(self, tokens: Tensor, position: Tensor, shared: Tensor | None = None) -> Tensor:
+        lane = torch.arange(len(tokens), device=tokens.device)
+        with experts.using(self._configs, self.experts.for_rows(len(tokens))), self._recording(len(tokens)) as chosen:
+            logits = super()._logits(tokens, position, shared)
+        if self.route_cache is not None:
+            block, _ = self.kv_cache.places(lane, position.clamp(0, self.kv_cache.context - 1))
+            self.route_cache.store(self.kv_cache, chosen(), block, position)
+        return logits
+
+    def _prefill(self, inputs: GraphInputs) -> None:
+        with experts.using(self._configs, self.experts.for_rows(inputs.shape.tokens)), self._recording(None) as chosen:
+            super()._prefill(inputs)
+        if self.route_cache is not None:
+            self.route_cache.store(self.kv_cache, chosen(), inputs.block, inputs.position)
+
+    def _recording(self, lanes: int | None) -> AbstractContextManager[Any]:
+        if self.route_cache is None:
+            return nullcontext()
+        return self.route_cache.routing.recording(None if lanes is None else self.routes[:lanes])
+
+    # ------------------------------------------------------------------ verification
+
+    def prove(self, deviation: Callable[[], float], tolerance: float) -> float:
+        """Keep the implementations that compute the model's own logits within the tolerance and, on a GPU, can be captured.
+        Returns their largest error; with none left, the smallest of all."""
+        every, proven, errors = self.experts, self.experts, dict[str, float]()
+        for name in every.proven:
+            self.experts = every.only(name)
+            try:
+                errors[name] = deviation()
+                fault = "" if errors[name] <= tolerance else f"its logits were off by {errors[name]:.2g}"
+                fault = fault or self._capture_fault()
+            except RuntimeError as error:
+                fault = (str(error).splitlines() or [type(error).__name__])[0]
+                log.warning("experts are not computed by %s: %s: %s", name, type(error).__name__, fault)
+            finally:
+                self._forget_graphs()
+            proven = proven.without(name, fault) if fault else proven
+        if not proven.proven:
+            self.experts = every
+            if all(error <= tolerance for error in errors.values()):
+                raise RuntimeError("; ".join(f"{name}: {why}" for name, why in proven.refused.items()))
+            return min(errors.values())
+        self.experts = proven
+        return max(errors[name] for name in proven.proven)
+
+    def _capture_fault(self) -> str:
+        """Why a decode step cannot be captured; empty if it can, and without a GPU, where nothing is captured."""
+        self._decode_graph(batch_buckets(self.kv_cache.rows)[0], False, False)
+        return next(iter(self.capture_errors), "")
+
+    def _forget_graphs(self) -> None:
+        self.decode_graphs.clear()
+        self.prefill_graphs.clear()
+        self.prefilled_once.clear()
+        self.capture_errors.clear()
+        self.capture.reset()

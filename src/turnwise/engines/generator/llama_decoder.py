@@ -123,36 +123,34 @@ class LlamaDecoder:
         self.fused = cpu.FusedLayers(self.layers, self.head) if fits and cpu.panels_fit(matrices) else None
 
     def _fuse(self, layer: Any) -> LayerWeights:
-        a = layer.self_attn
+        a, mlp = layer.self_attn, layer.mlp
         qk_norm = None
-        if self._norms_heads(a):
+        # a norm over all heads together is not fused; the decoder of such a mixture calls the model's own
+        if hasattr(a, "q_norm") and a.q_norm.weight.numel() == self.D:
             q, k = a.q_norm.weight.detach(), a.k_norm.weight.detach()
             qk_norm = torch.cat((q.expand(self.H, -1), k.expand(self.Hkv, -1)))
+        # experts stay in the model, which new weights are copied into
+        gate_up = down = layer.input_layernorm.weight.new_empty(0, 0)
+        if hasattr(mlp, "gate_proj"):
+            gate_up, down = self._transposed(mlp.gate_proj, mlp.up_proj), self._transposed(mlp.down_proj)
         return LayerWeights(
-            layer.input_layernorm.weight.detach(),
-            self._transposed(a.q_proj, a.k_proj, a.v_proj),
-            _bias(a.q_proj, a.k_proj, a.v_proj),
-            qk_norm,
-            self._transposed(a.o_proj),
-            _bias(a.o_proj),
-            layer.post_attention_layernorm.weight.detach(),
-            *self._mlp_weights(layer.mlp),
+            norm=layer.input_layernorm.weight.detach(),
+            qkv=self._transposed(a.q_proj, a.k_proj, a.v_proj),
+            qkv_bias=_bias(a.q_proj, a.k_proj, a.v_proj),
+            qk_norm=qk_norm,
+            out=self._transposed(a.o_proj),
+            out_bias=_bias(a.o_proj),
+            mlp_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=gate_up,
+            down=down,
         )
-
-    def _norms_heads(self, attention: Any) -> bool:
-        return hasattr(attention, "q_norm")
-
-    def _mlp_weights(self, mlp: Any) -> tuple[Any, Any]:
-        return self._transposed(mlp.gate_proj, mlp.up_proj), self._transposed(mlp.down_proj)
 
     def _transposed(self, *layers: nn.Linear) -> Any:
         """Several linear layers as one weight [in, out], in this decoder's precision."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        return (
-            (reference.dequantise(*reference.quantise(weight)).to(weight.dtype) if self.fp8 else weight)
-            .t()
-            .contiguous()
-        )
+        if self.fp8:
+            weight = reference.dequantise(*reference.quantise(weight)).to(weight.dtype)
+        return weight.t().contiguous()
 
     # ------------------------------------------------------------------ one forward pass
 

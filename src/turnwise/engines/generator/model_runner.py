@@ -27,10 +27,9 @@ from turnwise.engines.adapters import AdaptedWeights
 from turnwise.engines.attention_interface import LayerProbe, install_attention, use_eager_attention
 from turnwise.engines.experts import EAGER, as_rows, attach_routing, expert_configs, using
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
-from turnwise.engines.generator.cuda_graphs import GraphDecoder
+from turnwise.engines.generator.cuda_graphs import MIXTURES, GraphDecoder, MixtureDecoder, RouteCache, Span
 from turnwise.engines.generator.kv_cache import CacheChoice, CacheTooSmall, RowCache
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
-from turnwise.engines.generator.mixture_decoder import MODEL_TYPES, MixtureDecoder, RouteCache, Span
 from turnwise.engines.kernels.dispatch import decode_ops, limit_host_threads
 from turnwise.errors import SettingError
 
@@ -145,7 +144,7 @@ class ModelRunner:
     def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
         """Use the fastest decoder that supports this model, works on this machine and gives the same logits."""
         kernels, no_kernels = decode_ops(self.device)
-        mixture = self.model.config.model_type in MODEL_TYPES
+        mixture = self.model.config.model_type in MIXTURES
 
         def graph_decoder(fp8: bool) -> LlamaDecoder | str:
             kind: type[GraphDecoder] = MixtureDecoder if mixture else GraphDecoder
@@ -425,7 +424,7 @@ class StockRunner:
         by_length: dict[int, list[int]] = {}
         for row, ids in enumerate(prefixes):
             by_length.setdefault(len(ids), []).append(row)
-        out: dict[int, Tensor] = {}
+        logits_of: dict[int, Tensor] = {}
         caches: list[StockCache] = []
         for members in by_length.values():
             group = [prefixes[row] for row in members]
@@ -437,11 +436,12 @@ class StockRunner:
                 caches.append(cache)
                 routes = cache.routes
             else:
-                logits, routes = self._read([(*ids, tokens[row]) for ids, row in zip(group, members)])
-            out |= dict(zip(members, logits))
+                out, routes = self._run([(*ids, tokens[row]) for ids, row in zip(group, members)], use_cache=False)
+                logits = out.logits[:, -1]
+            logits_of |= dict(zip(members, logits))
             self._routes |= {} if routes is None else dict(zip(members, routes))
         self._caches = caches
-        return torch.stack([out[row] for row in range(len(prefixes))])
+        return torch.stack([logits_of[row] for row in range(len(prefixes))])
 
     def _run(self, ids: Sequence[Ids], **options: Any) -> tuple[Any, Tensor | None]:
         """The model's output for rows of equal length, and the experts chosen at their positions."""
@@ -451,11 +451,6 @@ class StockRunner:
         with self.routing.recording() as chosen:
             out = self.model(input_ids=tokens, **options)
         return out, chosen().unflatten(0, tokens.shape)
-
-    def _read(self, rows: Sequence[Ids]) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, V] after rows of equal length, and the experts chosen, without a cache."""
-        out, routes = self._run(rows, use_cache=False)
-        return out.logits[:, -1], routes
 
     def _forward(
         self, ids: Sequence[Ids], cache: StockCache | None, before: Sequence[Ids]
@@ -497,7 +492,7 @@ class StockRunner:
             errors = []
             for rows in ([a[:-2], b[:-2]], [a[:-1], b[:-1]], [b, (*a[:-1], 0), b]):
                 logits = self._next_logits([row[:-1] for row in rows], [row[-1] for row in rows])
-                expected, _ = self._read(rows)
+                expected = self._run(rows, use_cache=False)[0].logits[:, -1]
                 errors.append(float((logits - expected).abs().max() / (1e-6 + expected.abs().max())))
         except UNSERVED as fault:
             name = type(fault).__name__

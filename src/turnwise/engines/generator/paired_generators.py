@@ -91,15 +91,11 @@ class OpponentPool:
             self.policies[version] = {name: w.detach().to("cpu", copy=True) for name, w in weights.items()}
         self.newest = max(self.newest, version)
         while len(self.policies) > self.keep:
-            self.policies.pop(self._superfluous())
-
-    def _superfluous(self) -> int:
-        """The version to drop: the oldest, or the one whose neighbours are nearest to each other. First and last stay."""
-        versions = sorted(self.policies)
-        if self.latest or len(versions) < 3:
-            return versions[0]
-        gaps = {versions[i]: versions[i + 1] - versions[i - 1] for i in range(1, len(versions) - 1)}
-        return min(gaps, key=lambda v: (gaps[v], v))
+            versions = sorted(self.policies)
+            gaps = {b: c - a for a, b, c in zip(versions, versions[1:], versions[2:])}
+            # drop the oldest, or the one whose neighbours are nearest to each other: first and last stay
+            oldest = self.latest or not gaps
+            self.policies.pop(versions[0] if oldest else min(gaps, key=lambda v: (gaps[v], v)))
 
     def choose(self, version: int) -> int:
         """The version of the opponent while the policy of ``version`` samples."""
@@ -119,24 +115,17 @@ class OpponentGenerator(LocalGenerator):
     """Samples the opponents' side of dialogues with ``main``. When deterministic, it computes only while ``main`` does not and
     every dialogue of ``main`` waits for one of the two."""
 
-    def join(self, main: LocalGenerator) -> None:
-        self.main = main
-        self.beside: WeakKeyDictionary[LocalSession, LocalSession] = WeakKeyDictionary()
-        self.version = -1  # no policy of the pool yet
-        main.on_change = self.wake
-
-    def open_beside(self, session: LocalSession) -> LocalSession:
-        """The opponent's side of a session of ``main``."""
-        self.beside[session] = self.open(stable_seed(session.seed, "opponent"))
-        return self.beside[session]
+    main: LocalGenerator
+    beside: WeakKeyDictionary[LocalSession, LocalSession]  # the opponent's side of sessions of ``main``
 
     def _missing(self) -> list[LocalSession]:
-        return [s for s in self.main.sessions.values() if not (s.parked or self._waits(s))]
-
-    def _waits(self, session: LocalSession) -> bool:
-        """Whether a dialogue waits for the policy or for its opponent."""
-        beside = self.beside.get(session)
-        return (session.pending and not self.main.computing) or (beside is not None and beside.pending)
+        missing = []
+        for session in self.main.sessions.values():
+            beside = self.beside.get(session)
+            waits_for_policy = session.pending and not self.main.computing
+            if not (session.parked or waits_for_policy or (beside is not None and beside.pending)):
+                missing.append(session)
+        return missing
 
 
 class SelfPlayGenerator(PairedGenerator):
@@ -152,7 +141,9 @@ class SelfPlayGenerator(PairedGenerator):
     def __init__(self, main: LocalGenerator, opponents: OpponentGenerator, pool: OpponentPool) -> None:
         super().__init__(main, opponents)
         self.opponents, self.pool = opponents, pool
-        opponents.join(main)
+        opponents.main, opponents.beside = main, WeakKeyDictionary()
+        opponents.version = -1  # no policy of the pool yet
+        main.on_change = opponents.wake
 
     @property
     def version(self) -> int:
@@ -165,7 +156,8 @@ class SelfPlayGenerator(PairedGenerator):
     def open_opponent(self, session: Session) -> LocalSession:
         """The opponent's side of a session that ``open`` returned."""
         assert isinstance(session, LocalSession)
-        return self.opponents.open_beside(session)
+        opponent = self.opponents.beside[session] = self.opponents.open(stable_seed(session.seed, "opponent"))
+        return opponent
 
     async def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         await self.main.publish(weights, version)
