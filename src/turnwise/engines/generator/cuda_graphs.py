@@ -142,11 +142,11 @@ class GraphDecoder(LlamaDecoder):
     attention_buffer: ClassVar[Callable[..., Tensor]] = staticmethod(torch.empty)
 
     @classmethod
-    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
+    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None], fp8: bool) -> str:
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         reason = "" if size >= 16 and not size & (size - 1) else f"head size {size}, not a power of two from 16 on"
-        return super().unsupported_reason(model, windows) or reason
+        return super().unsupported_reason(model, windows, fp8) or reason
 
     def __init__(self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any) -> None:
         """``kernels``: the module with the operations, ``kernels.triton.decode`` or ``kernels.reference``."""
@@ -564,21 +564,24 @@ class MixtureDecoder(GraphDecoder):
     attention_buffer = staticmethod(torch.zeros)  # inactive lanes then choose few experts, all the same ones
 
     @classmethod
-    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
-        reason = super().unsupported_reason(model, windows)
-        if not reason and getattr(model.config, "clip_qkv", None) is not None:
-            reason = "clipped queries and keys"
-        return reason or (
-            "" if experts.expert_modules(model) else "experts that can only be computed one after another"
-        )
+    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None], fp8: bool) -> str:
+        if reason := super().unsupported_reason(model, windows, fp8):
+            return reason
+        if getattr(model.config, "clip_qkv", None) is not None:
+            return "clipped queries and keys"
+        if not experts.expert_modules(model):
+            return "experts that can only be computed one after another"
+        return "experts, which are not rounded" if fp8 else ""
 
-    def __init__(self, model: PreTrainedModel, kv_cache: KVCache, route_cache: RouteCache | None, kernels: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kv_cache: KVCache, fp8: bool, kernels: Any, route_cache: RouteCache | None
+    ) -> None:
         """``route_cache``: where the routers' choices go; None: they are not recorded."""
         self.blocks = [layer.mlp if experts.expert_modules(layer.mlp) else None for layer in model.model.layers]
         choice = experts.ExpertChoice.of(model, int(model.config.num_experts_per_tok))
         assert choice is not None, "see unsupported_reason"
         self.experts, self._configs, self.route_cache = choice, experts.expert_configs(model), route_cache
-        super().__init__(model, kv_cache, False, kernels)
+        super().__init__(model, kv_cache, fp8, kernels)
         if route_cache is not None:
             shape = (kv_cache.rows, route_cache.routing.routers, route_cache.routing.k)
             self.routes = torch.zeros(shape, dtype=torch.int16, device=kv_cache.device)

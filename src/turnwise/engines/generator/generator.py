@@ -241,7 +241,7 @@ class LocalGenerator:
         self._updates, self.scheduler.running = [], []
         kv_cache = self.model_runner.kv_cache
         kv_cache.assign_rows([])
-        for slot in filter(None, kv_cache.owner):
+        for slot in kv_cache.owner:
             kv_cache.release(slot)
         kv_cache.invalidate()
 
@@ -426,7 +426,8 @@ class GeneratorExecutor:
         loop = asyncio.get_running_loop()
 
         def compute() -> None:
-            remaining, more = steps(partial(loop.call_soon_threadsafe, resolve)), True
+            report: Callable[..., Any] = lambda request: loop.call_soon_threadsafe(resolve, request)  # noqa: E731
+            remaining, more = steps(report), True
             while more:
                 with using_gpu():  # released between steps, where a learner may capture
                     more = next(remaining, _END) is not _END

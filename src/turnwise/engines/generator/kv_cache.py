@@ -1,8 +1,8 @@
 """The KV cache: keys and values of dialogues, kept across turns; which dialogue owns which row, and which ids each row holds.
 
 Rows [0, n) belong to the running requests. The rows after them keep the KV of dialogues that wait for their environment, until
-others need the place. ``KVCache`` is what is not addressing: tensors in blocks, owners, ids. Where the columns of a row are, and
-who gives way when there is no room, are two layouts:
+others need the place. ``CacheBlocks`` is what is not addressing: tensors in blocks, owners, ids. Where the columns of a row are,
+and who gives way when there is no room, are two layouts:
 
 - ``RowCache``: a row is one block as wide as the longest dialogue, so a decode step reads ``K[:n, :, :T]`` as a view and never
   gathers; a row that moves is copied.
@@ -86,7 +86,7 @@ Growth = tuple[int, int]
 
 
 @dataclass(eq=False)
-class KVCache:
+class CacheBlocks:
     """Blocks of columns on a device, and rows of ids. Layouts say which block holds which column of a row."""
 
     shapes: Sequence[tuple[HeadShape, HeadShape]]  # per layer: key, value
@@ -106,31 +106,6 @@ class KVCache:
         self.table: Tensor | None = None  # [rows, pages] the blocks of every row; None where block r is row r
         self.host_table: Tensor | None = None
         self._blocks: list[Tensor] = []
-
-    # ------------------------------------------------------------------ what a layout decides
-
-    def describe(self) -> str:
-        raise NotImplementedError
-
-    def allocate_all(self) -> None:
-        """Allocate what the cache may ever need, at addresses that stay."""
-        raise NotImplementedError
-
-    def reserve(self, width: int) -> None:
-        """Make room for so many columns of every row, where ``hold`` and ``admit`` do not take it row by row."""
-
-    def hold(self, growths: Sequence[Growth], evict: bool = True) -> bool:
-        """Make room for the next columns of rows [0, n), if need be and ``evict`` at the expense of idle dialogues. False: there
-        is none."""
-        raise NotImplementedError
-
-    def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
-        """Give waiting dialogues rows beside the running ones; say what must be computed for them."""
-        raise NotImplementedError
-
-    def assign_rows(self, active: Sequence[CacheSlot]) -> None:
-        """Give the ``active`` slots rows [0, n). A slot that already has one of them keeps it."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ memory
 
@@ -191,9 +166,9 @@ class KVCache:
 
     # ------------------------------------------------------------------ rows
 
-    def release(self, slot: CacheSlot) -> None:
+    def release(self, slot: CacheSlot | None) -> None:
         """Free a slot's row. Its ids stay usable as a prefix of others until another slot takes the row."""
-        if slot.row is not None:
+        if slot is not None and slot.row is not None:
             self.owner[slot.row] = None
             slot.row = None
 
@@ -216,7 +191,7 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
 # ---------------------------------------------------------------------- rows
 
 
-class RowCache(KVCache):
+class RowCache(CacheBlocks):
     """Block r is row r. Every row has the width of the longest dialogue so far."""
 
     def __post_init__(self) -> None:
@@ -227,18 +202,22 @@ class RowCache(KVCache):
         return f"KV cache in {self.rows:,} rows of {self.context:,} ids{self.why}"
 
     def allocate_all(self) -> None:
+        """Allocate what the cache may ever need, at addresses that stay."""
         self.reserve(self.context)
 
     def reserve(self, width: int) -> None:
+        """Make room for so many columns of every row."""
         if width > self.width:  # doubles, so that a long context costs memory only once it is used
             self.width = min(self.context, max(width, 2 * self.width))
             self._allocate(self.rows, self.width)
 
     def hold(self, growths: Sequence[Growth], evict: bool = True) -> bool:
+        """Make room for the next columns of rows [0, n). There always is."""
         self.reserve(min(self.context, max(length + more for length, more in growths)))
         return True
 
     def admit(self, running: Sequence[CacheSlot], admissions: Sequence[Admission]) -> AdmissionPlan:
+        """Give waiting dialogues rows beside the running ones; say what must be computed for them."""
         # a new dialogue starts from the row with the longest prefix of its ids; rows of others and free rows count too
         rows_by_head: dict[tuple[int, ...], list[int]] = {}
         for row, ids in enumerate(self.cached_ids):
@@ -272,8 +251,8 @@ class RowCache(KVCache):
     def assign_rows(
         self, active: Sequence[CacheSlot], prefix_sources: Mapping[CacheSlot, tuple[int, int]] | None = None
     ) -> None:
-        """Idle dialogues move out and keep their KV where there is room; the least recently used lose it. A new slot with a
-        prefix source (row, length) starts from a copy of that prefix."""
+        """Give the ``active`` slots rows [0, n). A slot that has one of them keeps it. Idle dialogues move out and keep their KV
+        where there is room; the least recently used lose it. A new slot with a prefix source (row, length) starts from a copy."""
         n = len(active)
         taken = {s.row for s in active if s.row is not None and s.row < n}
         free_rows = [row for row in range(n) if row not in taken]
@@ -387,7 +366,7 @@ class PagedRow:
 
 
 @dataclass(eq=False)
-class PagedCache(KVCache):
+class PagedCache(CacheBlocks):
     """``pages``: most pages of the pool, at least those of one full context. ``page``: columns of a page.
 
     A page that several rows hold is never written: the row that wants to write takes a copy of it first. Idle dialogues keep
@@ -431,6 +410,9 @@ class PagedCache(KVCache):
 
     def allocate_all(self) -> None:
         self._grow(self.pages + 1)
+
+    def reserve(self, width: int) -> None:
+        """Nothing: ``hold`` and ``admit`` take pages row by row."""
 
     def _grow(self, pages: int) -> None:
         """Allocate at least so many pages. Doubles."""
@@ -482,6 +464,8 @@ class PagedCache(KVCache):
         return copies
 
     def hold(self, growths: Sequence[Growth], evict: bool = True) -> bool:
+        """Make room for the next columns of rows [0, n), if need be and ``evict`` at the expense of idle dialogues. False: there
+        is none."""
         self.active = max(self.active, len(growths))
         ends = [(line, min(self.context, sum(growth)), growth[0]) for line, growth in zip(self.paged_rows, growths)]
         wanted = 0  # pages that ``_extend`` will take: new ones, and copies of shared ones that are written
@@ -509,13 +493,9 @@ class PagedCache(KVCache):
                 self._truncate(line, len(line.pages) - 1)
             self.cached_ids[line.row] = self.cached_ids[line.row][: len(line.pages) * self.page]
             if not line.pages:
-                self._disown(line)
+                self.release(self.owner[line.row])
             if wanted <= self.allocator.free:
                 return
-
-    def _disown(self, line: PagedRow) -> None:
-        if (slot := self.owner[line.row]) is not None:
-            self.release(slot)
 
     # ------------------------------------------------------------------ rows
 
@@ -542,7 +522,7 @@ class PagedCache(KVCache):
             line = next((line for line in idle if not line.pages), None) or min(idle, key=lambda line: line.used_at)
             self._truncate(line, 0)
             self.cached_ids[line.row] = []
-            self._disown(line)
+            self.release(self.owner[line.row])
             self._swap(line.row, row)
             slot.row, self.owner[row] = row, slot
         self.active += 1
@@ -639,7 +619,7 @@ class PagedCache(KVCache):
         line.indexed = max(line.indexed, len(ids) // self.page)
 
     def assign_rows(self, active: Sequence[CacheSlot]) -> None:
-        """The ``active`` slots must have rows. The others keep the pages of the ids they have read."""
+        """Give the ``active`` slots, which must have rows, rows [0, n). The others keep the pages of the ids they have read."""
         n = len(active)
         taken = {slot.row for slot in active}
         free = [row for row in range(n) if row not in taken]
@@ -656,12 +636,12 @@ class PagedCache(KVCache):
         for line in self.paged_rows:
             self._truncate(line, 0)
             if line.row >= self.active:
-                self._disown(line)
+                self.release(self.owner[line.row])
         self._write_table(upload=False)
         super().invalidate()
 
 
-# ---------------------------------------------------------------------- the choice
+KVCache = RowCache | PagedCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class LlamaDecoder:
     embedding: Tensor
 
     @classmethod
-    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None]) -> str:
+    def unsupported_reason(cls, model: PreTrainedModel, windows: set[int | None], fp8: bool) -> str:
         """Why this decoder does not support a model; empty if it does."""
         config = model.config
         if config.model_type not in cls.model_types:

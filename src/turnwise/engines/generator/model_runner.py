@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -52,16 +52,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 class ModelRunner:
     def __init__(
-        self,
-        model: PreTrainedModel,
-        rows: int,
-        context: int,
-        device: torch.device,
-        fast: bool = True,
-        dtype: torch.dtype | None = None,
-        share_weights: bool = False,
-        cache: CacheChoice | None = None,
-    ) -> None:
+        self, model: PreTrainedModel, rows: int, context: int, device: torch.device, fast: bool = True,
+        dtype: torch.dtype | None = None, share_weights: bool = False, cache: CacheChoice | None = None,
+    ) -> None:  # fmt: skip
         """``share_weights``: see ``model_copy``. ``dtype``: of weights and KV cache; float8_e4m3fn: layer weights in fp8, the
         others in bfloat16 (on a CPU in the model's own dtype)."""
         self.fp8, self.device = dtype == torch.float8_e4m3fn, device
@@ -89,7 +82,7 @@ class ModelRunner:
             self.route_cache = RouteCache(routing, len(shapes)) if routing is not None else None
             if (
                 routing is not None
-            ):  # one more layer, whose keys and values hold high and low bytes of each expert's number
+            ):  # one more layer: its keys and values are high and low bytes of each expert's number
                 shapes.append(((1, routing.width), (1, routing.width)))
             weight_dtype = next(self.model.parameters()).dtype
             self.kv_cache = (cache or CacheChoice()).make(shapes, rows, context, weight_dtype, device)
@@ -99,8 +92,7 @@ class ModelRunner:
             if not error <= self._tolerance():
                 raise SettingError(
                     f"{type(self.model).__name__} computes other logits with a KV cache than its stock forward (off by "
-                    f"{error:.2g}): its attention uses something beyond the Transformers attention interface (soft-capping, "
-                    "sinks ...)"
+                    f"{error:.2g}): its attention uses something beyond the Transformers attention interface (soft-capping, sinks ...)"
                 )
             self.rounding = error
             if fast:
@@ -144,40 +136,26 @@ class ModelRunner:
     def _accelerate(self, ids: Tensor, reference: Tensor, windows: set[int | None]) -> None:
         """Use the fastest decoder that supports this model, works on this machine and gives the same logits."""
         kernels, no_kernels = decode_ops(self.device)
-        mixture = self.model.config.model_type in MIXTURES
-
-        def graph_decoder(fp8: bool) -> LlamaDecoder | str:
-            kind: type[GraphDecoder] = MixtureDecoder if mixture else GraphDecoder
-            reason = no_kernels or kind.unsupported_reason(self.model, windows)
-            if reason or (mixture and fp8):
-                return reason or "experts, which are not rounded"
-            decoder: GraphDecoder
-            if mixture:
-                decoder = MixtureDecoder(self.model, self.kv_cache, self.route_cache, kernels)
-            else:
-                decoder = GraphDecoder(self.model, self.kv_cache, fp8, kernels)
-            decoder.refresh_weights(self.exact)
-            return decoder
-
-        def eager_decoder() -> LlamaDecoder | str:
-            reason = LlamaDecoder.unsupported_reason(self.model, windows)
-            return reason or LlamaDecoder(self.model, self.kv_cache, self.fp8)
-
-        # fastest first; each returns a decoder, or the reason why it does not support the model
-        decoders: list[tuple[str, Callable[[], LlamaDecoder | str]]] = [("the hand-written decoder", eager_decoder)]
+        kind: type[LlamaDecoder] = MixtureDecoder if self.model.config.model_type in MIXTURES else GraphDecoder
+        parts = {"kernels": kernels} | ({"route_cache": self.route_cache} if kind is MixtureDecoder else {})
+        # fastest first
+        ways: list[tuple[str, type[LlamaDecoder], bool, dict[str, Any]]]
+        ways = [("the hand-written decoder", LlamaDecoder, self.fp8, {})]
         if kernels is not None or self.device.type == "cuda":  # tests put reference operations on a CPU
-            decoders.insert(0, ("CUDA graphs", partial(graph_decoder, False)))
+            ways.insert(0, ("CUDA graphs", kind, False, parts))
             if self.fp8:
-                decoders.insert(0, ("CUDA graphs in fp8", partial(graph_decoder, True)))
+                ways.insert(0, ("CUDA graphs in fp8", kind, True, parts))
         reasons: list[str] = []
-        for what, make in decoders:
+        for what, decoder_type, fp8, options in ways:
             try:
-                decoder = make()
-                if isinstance(decoder, str):
-                    reasons.append(f"not {what}, because of {decoder}")
+                reason = no_kernels if options else ""
+                if reason := reason or decoder_type.unsupported_reason(self.model, windows, fp8):
+                    reasons.append(f"not {what}, because of {reason}")
                     continue
-                self.decoder = decoder
-                error = decoder.prove(partial(self._deviation, ids, reference), self._tolerance())
+                self.decoder = decoder_type(self.model, self.kv_cache, fp8, **options)
+                if options:  # once more: a graph's weights are rounded from the exact ones, not from the copy's
+                    self.decoder.refresh_weights(self.exact)
+                error = self.decoder.prove(partial(self._deviation, ids, reference), self._tolerance())
                 if error <= self._tolerance():
                     self.decoder.warm_up()
                     self.path = "; ".join(["", *reasons])
@@ -234,34 +212,26 @@ class ModelRunner:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights by name. Names may be missing (a tied head), but never unknown. Adapters are loaded alone where the
         decoder applies them beside the weights; elsewhere they arrive merged."""
-        if (
-            self.graphs is not None
-            and self.applies_adapters
-            and isinstance(weights, AdaptedWeights)
-            and weights.mergeless
+        adapted = (
+            weights if self.applies_adapters and isinstance(weights, AdaptedWeights) and weights.mergeless else None
+        )
+        base, old = (weights, None) if adapted is None else (adapted.base, self._base)
+        # Frozen weights stay where they are: the same memory is the same base. Packed ones are made when they are read.
+        if old is None or (
+            old is not base and (old.keys() != base.keys() or any(old[n].data_ptr() != base[n].data_ptr() for n in old))
         ):
-            # frozen weights stay where they are: the same memory is the same base. Packed ones are made when they are read
-            old, new = self._base, weights.base
-            if old is not new and (
-                old is None or old.keys() != new.keys() or any(old[n].data_ptr() != new[n].data_ptr() for n in old)
-            ):
-                self._load(new)
-                self._base = new
-            self.graphs.load_adapters(weights.adapters)
-        else:
-            self._base = None
-            self._load(weights)
+            copy_weights(self.model, base)
+            if self.decoder is not None:
+                self.decoder.refresh_weights(base)
+            self._base = None if adapted is None else base
+        if adapted is not None and self.graphs is not None:
+            self.graphs.load_adapters(adapted.adapters)
         self.kv_cache.invalidate()
 
     @property
     def applies_adapters(self) -> bool:
         """Whether adapters are applied beside the weights; else they are merged, for which their base is needed each time."""
         return self.graphs is not None and self.graphs.takes_adapters and not self.fp8
-
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
-        copy_weights(self.model, weights)
-        if self.decoder is not None:
-            self.decoder.refresh_weights(weights)
 
 
 def model_copy(
@@ -377,11 +347,13 @@ class StockRunner:
         self._prefixes: list[Ids] = []
         self.routing = attach_routing(self.model)
         self._routes: dict[int, Tensor] = {}  # of the running rows, [positions, experts]
-        if not self._is_causal():
+        size, length = self.model.config.get_text_config().vocab_size, min(8, context)
+        ids = torch.randint(0, size, (2, length), generator=torch.Generator().manual_seed(0))
+        if not self._is_causal(ids[:1].to(device)):
             # Some fused kernels read a missing mask as "causal", and a model that adds a bias of its own to the mask (Doge
             # in Transformers 5.17) turns that into "sees everything". The eager implementation always gets the mask.
             use_eager_attention(self.model)
-        self.cached = self._cache_is_exact()
+        self.cached = self._cache_is_exact(*map(tuple, ids.tolist()))
         log.info("generator decodes %s with: %s", type(self.model).__name__, self.describe())
 
     def describe(self) -> str:
@@ -467,11 +439,8 @@ class StockRunner:
     # ------------------------------------------------------------------ verification
 
     @torch.inference_mode()
-    def _is_causal(self) -> bool:
+    def _is_causal(self, ids: Tensor) -> bool:
         """Whether the logits of a prefix stay the same when ids follow it."""
-        size = self.model.config.get_text_config().vocab_size
-        ids = torch.randint(0, size, (1, min(8, self.kv_cache.context)), generator=torch.Generator().manual_seed(0))
-        ids = ids.to(self.device)
         whole, prefix = (self.model(input_ids=part, use_cache=False).logits for part in (ids, ids[:, :-2]))
         return bool((whole[:, :-2] - prefix).abs().max() <= self._tolerance * (1e-6 + prefix.abs().max()))
 
@@ -481,12 +450,8 @@ class StockRunner:
         return 1e-3 if self.kv_cache.dtype in (torch.float32, torch.float64) else 0.05
 
     @torch.inference_mode()
-    def _cache_is_exact(self) -> bool:
+    def _cache_is_exact(self, a: Ids, b: Ids) -> bool:
         """Whether decoding with the model's own cache, in rows that split and repeat, gives the logits of plain reading."""
-        size = self.model.config.get_text_config().vocab_size
-        length = min(8, self.kv_cache.context)
-        ids = torch.randint(0, size, (2, length), generator=torch.Generator().manual_seed(0)).tolist()
-        a, b = (tuple(row) for row in ids)
         self.cached = True
         try:
             errors = []
