@@ -20,10 +20,6 @@ from turnwise.maths.numbers import tensor_of
 BUCKET = 16  # attention widths are multiples of this: few distinct shapes, little padding
 
 
-def _width(longest: int, kv_cache: KVCache) -> int:
-    return min(kv_cache.width, -(-longest // BUCKET) * BUCKET)
-
-
 class PackedTokens(NamedTuple):
     """N tokens of J chunks, packed one chunk after another."""
 
@@ -45,7 +41,8 @@ class PrefillLayout:
         sizes = [len(chunk.ids) for chunk in chunks]
         longest = max(chunk.start + size for chunk, size in zip(chunks, sizes))
         kv_cache.reserve(longest)
-        self.kv_cache, self.width, self.longest_chunk = kv_cache, _width(longest, kv_cache), max(sizes)
+        self.width = min(kv_cache.width, -(-longest // BUCKET) * BUCKET)
+        self.kv_cache, self.longest_chunk = kv_cache, max(sizes)
         rows, start = torch.tensor([c.row for c in chunks]), torch.tensor([c.start for c in chunks])
         boundaries = torch.tensor([0, *sizes]).cumsum(0)
         tokens = tensor_of([token for chunk in chunks for token in chunk.ids], torch.int64)
@@ -110,7 +107,8 @@ class DecodeLayout:
         self._prepare()
 
     def _prepare(self) -> None:
-        self.width = _width(min(self.longest + 1, self.kv_cache.context), self.kv_cache)
+        longest = min(self.longest + 1, self.kv_cache.context)
+        self.width = min(self.kv_cache.width, -(-longest // BUCKET) * BUCKET)
         self.indices: dict[int, Tensor] = {}
         self.masks: dict[int | None, Tensor] = {}
 
@@ -120,15 +118,6 @@ class DecodeLayout:
         self.position = (self.position + 1).clamp_(max=self.kv_cache.context - 1)
         self.longest += 1
         self._prepare()
-
-    def index(self, heads: int) -> Tensor:
-        """Flat indices into [blocks * heads * columns] where this step's keys go."""
-        if heads not in self.indices:
-            head = torch.arange(heads, device=self.position.device)
-            block, offset = self.kv_cache.places(self.row, self.position)
-            base = (block[:, None] * heads + head) * self.kv_cache.block_width
-            self.indices[heads] = (base + offset[:, None]).flatten()
-        return self.indices[heads]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, width]."""
@@ -141,7 +130,14 @@ class DecodeLayout:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v [n, Hkv, D] in this step's column of every row."""
-        index = self.index(k.shape[1])
+        heads = k.shape[1]
+        if heads not in self.indices:
+            # flat indices into [blocks * heads * columns], the same for all layers of a step: one kernel stores all rows
+            head = torch.arange(heads, device=self.position.device)
+            block, offset = self.kv_cache.places(self.row, self.position)
+            base = (block[:, None] * heads + head) * self.kv_cache.block_width
+            self.indices[heads] = (base + offset[:, None]).flatten()
+        index = self.indices[heads]
         self.kv_cache.keys[layer].view(-1, k.shape[2]).index_copy_(0, index, k.reshape(-1, k.shape[2]))
         self.kv_cache.values[layer].view(-1, v.shape[2]).index_copy_(0, index, v.reshape(-1, v.shape[2]))
 

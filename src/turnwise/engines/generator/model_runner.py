@@ -92,7 +92,8 @@ class ModelRunner:
             if not error <= self._tolerance():
                 raise SettingError(
                     f"{type(self.model).__name__} computes other logits with a KV cache than its stock forward (off by "
-                    f"{error:.2g}): its attention uses something beyond the Transformers attention interface (soft-capping, sinks ...)"
+                    f"{error:.2g}): its attention uses something beyond the Transformers attention interface (soft-capping, "
+                    "sinks ...)"
                 )
             self.rounding = error
             if fast:

@@ -72,11 +72,10 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     try:
         # PyTorch's own OpenMP runtimes, which are mapped already: made global, our calls bind to them
         maps = Path("/proc/self/maps")
-        mapped = (
-            {line.split()[-1] for line in maps.read_text(encoding="utf-8").splitlines()} if maps.is_file() else set()
-        )
-        for path in sorted(p for p in mapped if Path(p).name.startswith(("libgomp", "libomp", "libiomp"))):
-            ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+        lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
+        for path in sorted({line.split()[-1] for line in lines}):
+            if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+                ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOW)
         # RTLD_NOW: a symbol that does not bind now would crash later
         loaded = ctypes.CDLL(str(_built(compiler)), mode=os.RTLD_NOW)
         for name, types in SIGNATURES.items():
@@ -85,7 +84,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return loaded, ""
     except (OSError, AttributeError, subprocess.SubprocessError) as fault:
         message = (getattr(fault, "stderr", None) or str(fault)).strip() or type(fault).__name__
-        log.warning("no C kernels, so this CPU computes several times slower: %s: %s", type(fault).__name__, message)
+        log.warning("the C kernels are missing, without which a CPU is slower: %s: %s", type(fault).__name__, message)
         return None, message.splitlines()[0]
 
 
@@ -146,6 +145,7 @@ def norm_backward(
     dh, total, weight = dh.contiguous(), total.contiguous(), weight.contiguous()
     residual_grad = None if residual_grad is None else residual_grad.contiguous()
     dx, h = torch.empty_like(total), torch.empty_like(total)
+    # a sum for every chunk of rows: their order, and so the bits, are the same with any number of threads
     partial = total.new_empty(-(-total.shape[0] // CHUNK), total.shape[1])
     _run("norm_backward", dh, total, weight, eps, residual_grad, dx, h, partial, *total.shape)
     return dx, dx, h, partial.sum(0)
@@ -280,7 +280,7 @@ def rope_and_cache(
     [rows, K, T, D]. cos and sin [context, D/2]. ``table``: int32 [rows, pages] the pages of T columns that a row has, where
     the cache is [pages, K, T, D]."""
     _, heads, width, size = keys.shape
-    sizes = (qkv.shape[0], qkv.shape[1] // size - 2 * heads, heads, size, width, _pages_per_row(table))
+    sizes = (qkv.shape[0], qkv.shape[1] // size - 2 * heads, heads, size, width, 0 if table is None else table.shape[1])
     _run("rope_and_cache", qkv, cos, sin, row, position, table, keys, values, *sizes)
 
 
@@ -292,13 +292,10 @@ def cached_attention(
     _, heads, width, size = keys.shape
     query_heads = qkv.shape[1] // size - 2 * heads
     out = qkv.new_empty(qkv.shape[0], query_heads * size)
-    sizes = (qkv.shape[0], longest, query_heads, heads, size, width, _pages_per_row(table))
+    pages_per_row = 0 if table is None else table.shape[1]
+    sizes = (qkv.shape[0], longest, query_heads, heads, size, width, pages_per_row)
     _run("cached_attention", qkv, row, position, table, keys, values, out, *sizes, scale)
     return out
-
-
-def _pages_per_row(table: Tensor | None) -> int:
-    return 0 if table is None else table.shape[1]
 
 
 # ------------------------------------------------------------------ a small batch through all layers
@@ -354,12 +351,12 @@ class FusedLayers:
         """x [L, d] through all layers, in place; ``LlamaDecoder._forward`` says what is computed."""
         key_heads, width, size = kv_cache.keys[0].shape[1:]
         workspace = x.new_empty(len(x) * (self.d + (2 * heads + 2 * key_heads) * size + 3 * self.F))
-        caches = [
-            (ctypes.c_void_p * self.count)(*(t.data_ptr() for t in tensors))
-            for tensors in (kv_cache.keys, kv_cache.values)
-        ]
+        # anew at each call: the cache moves when it grows
+        addresses = [[t.data_ptr() for t in tensors] for tensors in (kv_cache.keys, kv_cache.values)]
+        caches = [(ctypes.c_void_p * self.count)(*of_layers) for of_layers in addresses]
+        pages_per_row = 0 if kv_cache.table is None else kv_cache.table.shape[1]
         _run(
             "forward_layers", x, self.table, *caches, cos, sin, row, position, kv_cache.table, workspace, len(x), self.count,
-            last, self.d, self.F, heads, key_heads, size, width, _pages_per_row(kv_cache.table), longest, scale, eps,
+            last, self.d, self.F, heads, key_heads, size, width, pages_per_row, longest, scale, eps,
         )  # fmt: skip
         return x

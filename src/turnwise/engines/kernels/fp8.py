@@ -63,6 +63,7 @@ def weight_gradient(d: Tensor, h: Tensor, like: Tensor) -> Tensor:
     """dᵀ h, accumulated and returned in the dtype of the master weights."""
     if d.dtype == like.dtype:
         return torch.mm(d.t(), h)
+    # only a GPU accumulates half-precision products into a float32 result
     return torch.mm(d.t(), h, out_dtype=like.dtype) if d.is_cuda else torch.mm(d.t(), h).to(like.dtype)
 
 

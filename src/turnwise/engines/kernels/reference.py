@@ -254,7 +254,8 @@ def sample(
     greedy = (inverse_temperature == 0)[:, None]
     z = (logits * torch.where(greedy, 1.0, inverse_temperature[:, None])).clamp(min=LOWEST)
     picked = pick(z.softmax(1), uniforms(seed, position + 1))[:, 0]
-    picked.clamp_(max=logits.shape[1] - 1)  # with NaN logits it lies beyond the last
+    # with NaN logits it lies beyond the last entry
+    picked.clamp_(max=logits.shape[1] - 1)
     token = torch.where(greedy[:, 0], z.argmax(1), picked)
     lane = (position >= 0).nonzero()[:, 0]
     step = (position - start)[lane]

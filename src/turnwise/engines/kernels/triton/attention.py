@@ -165,7 +165,8 @@ def _softmax(
 ):  # fmt: skip
     """M queries over their visible keys, those of the first query up to ``first``: Σ of the powers, the largest exponent, and the
     weighted values, not yet divided."""
-    whole = tl.maximum(first + 1, 0) // N * N  # keys visible to all of these queries, in whole blocks
+    # keys visible to all of these queries, in whole blocks: they need no masks
+    whole = tl.maximum(first + 1, 0) // N * N
     end = tl.minimum(first + M, nk)
     best = tl.full((M,), LOWEST, tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -187,7 +188,8 @@ def _forward(
 ):  # fmt: skip
     sequence, head = tl.program_id(0) // H, tl.program_id(0) % H
     blocks = tl.num_programs(1)
-    block = blocks - 1 - tl.program_id(1)  # late queries have the most keys: start them first
+    # late queries have the most keys: start them first
+    block = blocks - 1 - tl.program_id(1)
     q0, nq = _span(queries, sequence)
     k0, nk = _span(keys, sequence)
     if sequence == S - 1:

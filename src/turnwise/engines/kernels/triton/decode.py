@@ -91,6 +91,7 @@ def _decode_attention(
     k = rotated_head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     v = tl.load(base + (H + K + head) * D + d, mask=active, other=0.0)
     target = ((lane.to(tl.int64) * K + head) * width + column)[:, None] * D + d
+    # the query heads of a group share their key: one of them stores it
     first_of_group = active & (g % G == 0)[:, None]
     tl.store(keys + target, k, mask=first_of_group)
     tl.store(values + target, v, mask=first_of_group)
@@ -174,7 +175,8 @@ def _split_decode_attention(
     q = rotated_head(base, query, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     k = rotated_head(base, (H + head) * D, active, c, s, qk_norm, eps, D, NORM).to(dtype)
     v = tl.load(base + (H + K + head) * D + d, mask=active, other=0.0)
-    first = part == 0  # this part writes the new key and value, and counts them
+    # the first part writes the new key and value, and counts them; the others begin with nothing
+    first = part == 0
     new_page = tl.load(row + column // P).to(tl.int64) if TABLE else lane
     place = ((new_page * K + head) * P + column % P + g * 0)[:, None] * D + d
     one = first & (g == 0)[:, None]
@@ -403,7 +405,8 @@ def _scaled_logits(logits, lane, first, inverse, V, PART: tl.constexpr):
     """(entries of the vocabulary, their logits / temperature); −inf beyond the last."""
     at = first + tl.arange(0, PART)
     z = tl.load(logits + lane.to(tl.int64) * V + at, mask=at < V, other=0.0)
-    z = tl.maximum(z * inverse, LOWEST)  # a tiny temperature must not overflow to infinity
+    # a tiny temperature must not overflow to infinity
+    z = tl.maximum(z * inverse, LOWEST)
     return at, tl.where(at < V, z, float("-inf"))
 
 
@@ -460,7 +463,8 @@ def _inverse_cdf(weight, goal):
     wide = weight.to(tl.float64)
     end = tl.cumsum(wide)
     at = tl.arange(0, weight.shape[0])
-    last = tl.max(tl.where(weight > 0, at, 0))  # rounding must not push the goal beyond the last entry
+    # rounding must not push the goal beyond the last entry
+    last = tl.max(tl.where(weight > 0, at, 0))
     which = tl.minimum(tl.sum((end <= goal).to(tl.int32)), last)
     hit = at == which
     width = tl.sum(tl.where(hit, wide, 0.0))

@@ -78,6 +78,7 @@ def norm_backward(
     d_total, out = torch.empty_like(total), torch.empty_like(dh)
     same_dtype = dh.dtype == total.dtype
     d_cast = d_total if same_dtype else torch.empty_like(dh)
+    # a sum for every program, added afterwards in a fixed order: atomics would change the bits from run to run
     parts = torch.empty(programs, d, dtype=total.dtype, device=dh.device)
     block = triton.next_power_of_2(d)
     _norm_backward[(programs,)](
@@ -99,7 +100,8 @@ def _rotate(
     s = tl.load(sin + at * HALF + i, mask=i < HALF, other=0.0) * sign
     a = tl.load(x + at * row + h * head + i, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + at * row + h * head + HALF + i, mask=inside, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty  # one thread owns a pair, so it may be rotated in place
+    # one thread owns a pair, so it may be rotated in place
+    dtype = out.dtype.element_ty
     tl.store(out + at * out_row + h * D + i, (a * c - b * s).to(dtype), mask=inside)
     tl.store(out + at * out_row + h * D + HALF + i, (b * c + a * s).to(dtype), mask=inside)
 
@@ -135,7 +137,8 @@ def _swiglu(gate_up, out, F, BLOCK: tl.constexpr):
     inside = at < F
     gate = tl.load(gate_up + row * 2 * F + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + at, mask=inside, other=0.0).to(tl.float32)
-    act = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)  # rounded where the stock MLP rounds
+    # rounded where the stock MLP rounds
+    act = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * F + at, (act * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -204,7 +207,8 @@ def _sum_copies(
     D: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
-    at, there = pair // HALF * D + pair % HALF, 2 * pair < C  # the first of a rotated pair
+    # the first of a rotated pair; the second lies HALF further on
+    at, there = pair // HALF * D + pair % HALF, 2 * pair < C
     begin = tl.load(first + row, mask=row < U, other=0)
     count = tl.load(first + row + 1, mask=row < U, other=0) - begin
     xa = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -258,7 +262,8 @@ def _log_probs(
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(inverse + row)
     at = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -1e30, tl.float32)  # running statistics of each column of the block
+    # running statistics of each column of the block; columns meet once, at the end
+    top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)  # Σ e^(z − top) · (z − top)
     for start in range(0, V, BLOCK):
