@@ -131,8 +131,7 @@ class CapturedLayers:
         return GraphBucket(rows, keys, first_at_least(SEQUENCE_BUCKETS, sequences), (length, length), kind, grad)
 
     def _reusable_graph(self, bucket: GraphBucket, n: int, layout: VarlenAttention) -> _Graph | None:
-        """The smallest captured graph with room for n rows of this layout. None if it pads too much, or the bucket is
-        frequent."""
+        """The smallest captured graph with room for n rows of this layout. None: it pads too much, or the bucket is frequent."""
         if self.bucket_counts[bucket] >= DEDICATED_AFTER:
             return None
         kind = (bucket.kind, bucket.grad, bool(bucket.keys))

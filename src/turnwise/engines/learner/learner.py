@@ -391,8 +391,7 @@ class LayerNoiseHooks:
 
 
 def tell_missing_records(model: PreTrainedModel, batch: Batch) -> None:
-    """Warn once where samples do not say what the learner would replay: which experts their routers chose, which ids a filter
-    kept."""
+    """Warn once where samples do not say which experts their routers chose, or which ids a filter kept."""
     routing = routing_of(model.get_decoder())
     unknown_routes = routing is not None and batch.sequences.routes is None and not bool(batch.expert.x.all())
     if routing is not None and unknown_routes and not routing.told_missing:

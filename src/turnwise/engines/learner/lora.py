@@ -149,8 +149,7 @@ def base_layer(module: Any) -> nn.Linear:
 
 
 def adapter_of(module: Any, weight_of: Callable[[Tensor], Tensor] = lambda p: p) -> Adapter | None:
-    """The adapter of a plain module; None: it has none, or adapters are switched off. ``weight_of``: the tensor to use in place
-    of each parameter."""
+    """The adapter of a plain module; None: none, or switched off. ``weight_of``: the tensor in place of each parameter."""
     if not hasattr(module, "base_layer") or module.disable_adapters:
         return None
     down, up = (weight_of(part[ADAPTER].weight) for part in (module.lora_A, module.lora_B))

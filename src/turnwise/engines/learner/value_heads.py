@@ -35,8 +35,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ValueHeads:
-    """``heads`` token heads (−1: one for each token of the vocabulary) and, with ``turns``, turn heads and their target network.
-    May be empty."""
+    """``heads`` token heads (−1: one for each token of the vocabulary) and, with ``turns``, turn heads and their targets."""
 
     def __init__(self, model: PreTrainedModel, like: Tensor, heads: int, turns: bool, separate: bool) -> None:
         """``like`` [V, D]: the LM head's weight, for width, device and dtype."""

@@ -82,8 +82,7 @@ def join_group(store: dist.Store, device: torch.device, rank: int, size: int, in
 
 
 def interface_toward(address: str) -> tuple[str, str]:
-    """The address of this machine on the way to another one, and the network interface that has it; empty where the system does
-    not tell."""
+    """This machine's address on the way to another one, and the network interface that has it; empty where none is known."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing: the system looks the way up
         here = probe.getsockname()[0]

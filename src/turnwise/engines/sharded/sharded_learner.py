@@ -17,7 +17,7 @@ matrices in 4 bits are buffers, which FSDP leaves alone: every rank has all of t
                      collective operations, hand-written layers, and ranks may differ in the number of their forward passes.
 
 Rank 0 also keeps one whole copy of the trained weights in host memory, for the generator and for export. Checkpoints need no
-whole copy: every rank writes and reads its own part (``rank_state``).
+whole copy: every rank writes and reads its own part.
 """
 
 from __future__ import annotations
@@ -465,6 +465,9 @@ def _copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 # ------------------------------------------------- which rank computes what
+# Every rank must run as many forward passes as the others, because a pass is a sequence of collective operations. A rank that has
+# less to do repeats the cheapest trajectory, and its result is not used. The cost of a trajectory is the number of ids that the
+# model reads for it.
 
 
 @dataclass(frozen=True, eq=False)
