@@ -98,11 +98,12 @@ def test_at_least_forty_families_are_served():
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_what_was_refused_runs_by_its_own_forward(name):
+def test_what_was_refused_runs_by_its_own_forward(name, caplog):
     model = make_family(name)
     generator = LocalGenerator(copy.deepcopy(model), slots=4, context=32, stop_ids=(2,))
     assert isinstance(generator.model_runner, StockRunner)
     assert generator.describe().startswith("stock forward with its own cache")
+    assert "decodes by its own forward, which is slow: " in caplog.text
     prepared = packed_forward.prepare(model)
     assert packed_forward.runs_separately(prepared.get_decoder())
 

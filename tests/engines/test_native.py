@@ -32,6 +32,17 @@ def close(found, expected):
 
 
 @needs_compiler
+def test_kernels_that_cannot_be_built_are_missed_loudly(monkeypatch, caplog):
+    def full(compiler):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cpu, "_built", full)
+    monkeypatch.delenv("TURNWISE_NATIVE", raising=False)
+    assert cpu.library.__wrapped__() == (None, "no space left")
+    assert caplog.records[-1].levelname == "WARNING" and "OSError: no space left" in caplog.text
+
+
+@needs_compiler
 @pytest.mark.parametrize("length,width", [(1, 8), (33, 24), (64, 128), (257, 36)])
 def test_norms(length, width):
     x, delta, weight, beside = (
