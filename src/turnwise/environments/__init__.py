@@ -109,6 +109,7 @@ def name_of(env: Any) -> tuple[str, type[Any]]:
     cls = env.func if partial else env
     if not isinstance(cls, type):
         raise SettingError(f"env is {env!r}; write a name, a class, or functools.partial(Class, key=value)")
+    # positional arguments get their names, so that the run can record them
     arguments = {**dict(zip(inspect.signature(cls).parameters, env.args)), **env.keywords} if partial else {}
     name = named_object.importable_name(cls)
     spec = named_object.join_arguments(name, arguments) if name else ""

@@ -3,7 +3,6 @@
 An environment object is one single-use episode: ``reset(seed)`` once, then ``step(action)`` until a step ends the episode. The
 class describes the whole distribution of tasks: which difficulties exist, how a task is sampled, how an optimal and an
 imperfect scripted policy act. Tasks of the two splits are disjoint *by content*, not only by seed.
-
 An environment knows nothing of tokens, log-probabilities or losses.
 """
 
@@ -297,6 +296,7 @@ def read_json_lines(path: str, expected: str) -> Iterator[tuple[str, dict[str, A
         try:
             row = json.loads(line)
         except ValueError:
+            # an empty line is no row
             if not line.strip():
                 continue
             raise SettingError(f"{where}: not JSON; write {expected} in each line") from None

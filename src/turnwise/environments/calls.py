@@ -118,6 +118,7 @@ class Watchdog:
             while self.calls:
                 time.sleep(PERIOD)
                 tick = time.monotonic()
+                # a process that was stopped did not run: no call pays for that time
                 self.now += min(tick - last, LONGEST_TICK)
                 last = tick
                 for call in tuple(self.calls.values()):
@@ -131,6 +132,7 @@ class Watchdog:
         with self.lock:
             if id(call) not in self.calls:
                 return
+            # the first look counts: a call that ignores interrupts may be anywhere later
             call.where = call.where or line_of(call)
             if call.thread:
                 call.deadline = self.now + INTERRUPT_EVERY

@@ -4,7 +4,6 @@ Put ``Dreamed`` before an environment: ``class DreamedKeyDoor(Dreamed, KeyDoor)`
 episode starts at a real first observation; every later one is predicted from the one before and the action. It ends when the
 judge reads success in a prediction, or after ``horizon`` steps. Episodes of the held-out split, and those that the scripted
 policy plays, are real: evaluations and demonstrations are of the environment itself.
-
 Knows no model: ``predict`` is whatever a subclass makes of one.
 """
 

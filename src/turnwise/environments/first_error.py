@@ -34,6 +34,7 @@ def read_rows(path: str, changed: int) -> dict[str, list[tuple[tuple[str, ...], 
             raise SettingError(f"{where}: error is {error}, and the episode has {count_steps(lines)} steps")
         rows.append((lines, error))
     splits = split_by_content(rows, lambda row: " ".join(row[0]))
+    # where one split is empty, both are the same list
     if not rows or splits["train"] is splits["held_out"]:
         raise SettingError(f"{path} has too few different rows for two splits; write more episodes")
     return splits

@@ -180,6 +180,7 @@ class EnvironmentProcess(Worker):
         was_lost, method = bool(self.ended), request["method"]
         try:
             reply: dict[str, Any] = json.loads(await self.exchange(json.dumps(request, default=plain).encode()))
+        # the process cannot be asked to stop: it did not even answer
         except asyncio.CancelledError:  # the limit has passed, or the run stops
             self.kill(f"was killed, because {method} neither answered nor could be interrupted")
             raise

@@ -78,6 +78,7 @@ class ToolPromptEnvironment(PromptEnvironment):
 
     def __init__(self, *, difficulty: int = 1, split: str = "train") -> None:
         super().__init__(difficulty=difficulty, split=split)
+        # code that raises is no failed call of the toolbox, so it is counted here
         self.turn = self.failed_code = 0
         self.session: SandboxSession | None = None
 

@@ -148,6 +148,7 @@ def line_chart(chart: LineChart) -> Markup:
         return Markup("")
     x0, x1 = min(min(s.x) for s in thinned), max(max(s.x) for s in thinned)
     y0, y1 = min(values), max(values)
+    # a constant line gets a range, too
     pad = (y1 - y0) * 0.05 or abs(y1) * 0.1 or 1.0
     y0, y1 = (0.0 if 0 <= y0 < 0.3 * y1 or y0 == y1 == 0 else y0 - pad), y1 + pad
     px = lambda x: LEFT + (x - x0) / max(x1 - x0, 1e-9) * (WIDTH - LEFT - RIGHT)  # noqa: E731
@@ -396,17 +397,10 @@ def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str, spec
         return
     axes.plot(steps, values, linestyle="none", marker="D", markersize=4.5, color=ORANGE, label="evaluation", zorder=4)
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
-    words = {
-        "textcoords": "offset points",
-        "fontsize": 8.5,
-        "color": ORANGE,
-        "fontweight": "bold",
-        "zorder": 6,
-        "bbox": box,
-    }
+    words = {"textcoords": "offset points", "fontsize": 8.5, "color": ORANGE, "fontweight": "bold", "zorder": 6}
     for index, name in ((0, "before"), (-1, "after"))[: len(steps)]:
         axes.plot(steps[index], values[index], "D", markersize=8, color=ORANGE, markeredgecolor="white", zorder=5)
         side, offset = ("left", -4) if index == 0 else ("right", 4)
         text = f"{name} {format(values[index], spec)}"
-        axes.annotate(text, (steps[index], values[index]), xytext=(offset, 9), ha=side, **words)
+        axes.annotate(text, (steps[index], values[index]), xytext=(offset, 9), ha=side, bbox=box, **words)
     axes.legend(fontsize=7.5, frameon=False, loc="lower right")

@@ -30,6 +30,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
+            # a kill may have cut off the last line
             row = json.loads(line)
         except ValueError:
             continue

@@ -243,6 +243,7 @@ class Calculator(Environment):
     def demonstrate(self, rng: random.Random) -> Action:
         """About a third of the episodes is correct; the others guess, compute a wrong expression, or write invalid code and
         ignore the error."""
+        # drawn once: a demonstrator does not change its mind within an episode
         self.style = self.style or rng.choices(tuple(STYLES), weights=tuple(STYLES.values()))[0]
         expression = self.problem.expression
         if self.replies and self.replies[-1][1]:

@@ -171,6 +171,7 @@ def _combine(left: Term, right: Term) -> Iterator[Term]:
         yield a - b, f"({s}-{t})"
     if b > a:
         yield b - a, f"({t}-{s})"
+    # whole quotients, once where both are equal
     if a % b == 0:
         yield a // b, f"({s}/{t})"
     if b % a == 0 and a != b:

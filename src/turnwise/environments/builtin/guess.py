@@ -3,7 +3,6 @@
 A thing is its own description (size, colour, shape), so each observation lists the candidates that are still possible.
 Candidates are sampled so that greedy halving always ends within the turn limit; after bad questions the last turn has to guess
 among several. A guess ends the episode.
-
 Does not know what the agent remembers: each observation is self-contained. ``state_key`` is the set of possible candidates.
 """
 

@@ -2,7 +2,6 @@
 
 The only reward is 1 at the goal, some 10 to 30 turns away, which makes credit assignment long-range. The agent observes its four
 neighbour cells and the objects in its own room. The state is small; ``state_key`` and ``snapshot`` contain all of it.
-
 Does not know what the agent remembers: each observation is self-contained.
 """
 

@@ -2,7 +2,6 @@
 
 One policy plays both, so the rewards of an episode sum to zero: credit per trajectory gives no gradient, credit per agent does.
 An episode succeeds if the player with the winning position at the start wins.
-
 Does not know that both players are one model.
 """
 

@@ -120,6 +120,7 @@ class CustomerService(SavedEpisode):
             numbers, customer = rng.sample(range(10, 100), ORDERS), rng.choice(PEOPLE)
             orders: Database = {}
             for number, item in zip(numbers, rng.sample(ITEMS, ORDERS)):
+                # a quarter belongs to others, whose orders the rules forbid to touch
                 owner = customer if rng.random() < 0.75 else rng.choice([p for p in PEOPLE if p != customer])
                 state, city = rng.choice(("open", "came")), rng.choice(CITIES)
                 days = rng.randint(1, MAX_DAYS)

@@ -34,7 +34,6 @@ from turnwise.environments.calls import UNSAFE_EXCEPTIONS, CallTimeout, call_env
 from turnwise.environments.checker.fuzz import malformed_actions
 from turnwise.environments.contract import (
     COUNTS,
-    ContractViolation,
     read_messages,
     read_state_key,
     read_step,
@@ -145,6 +144,7 @@ class EnvironmentCheck:
         inline = self.inline or isinstance(function, partial)  # training constructs on the event loop in any case
         try:
             call = call_environment(function, *args, seconds=self.seconds, inline=inline, new_thread=self.new_threads)
+            # a plain part and an awaited one have a limit each, and a cancelled one has time to end
             return self.loop.run(call, 3 * self.seconds + 5)
         except NotImplementedError:
             if optional:
@@ -172,9 +172,10 @@ class EnvironmentCheck:
 
     def new(self, spec: EpisodeSpec) -> Any:
         """An episode that is not yet reset."""
+        make: Callable[..., Any] = self.cls
         arguments = {key: getattr(spec, key) for key in sorted(self.settings)}
         shown = ", ".join(f"{key}=..." for key in arguments)
-        return self.call(f"{self.cls.__name__}({shown})", spec, partial(self.cls, **arguments))
+        return self.call(f"{self.cls.__name__}({shown})", spec, partial(make, **arguments))
 
     def reset(self, env: Any, spec: EpisodeSpec) -> str:
         messages = self._valid("reset", spec, self.call("reset", spec, env.reset, spec.seed))
@@ -235,7 +236,7 @@ class EnvironmentCheck:
         try:
             return read(*arguments)
         except EnvironmentFault as fault:
-            violation: ContractViolation = fault.args[0]
+            violation = fault.args[0]
             raise self.abort(str(violation), spec, same=f"{violation.what} {violation.expected}") from None
 
     def _valid(self, what: str, spec: EpisodeSpec, value: Any) -> Any:

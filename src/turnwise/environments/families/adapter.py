@@ -47,6 +47,7 @@ def split_options(family: str, spec: str, allowed: Collection[str] | None = None
         try:
             options[key] = json.loads(text)
         except ValueError:
+            # a word that is no JSON is meant as text
             options[key] = text
     if not name:
         raise SettingError(f"{family}: names nothing; write {family}:NAME (`turnwise environments` lists them)")

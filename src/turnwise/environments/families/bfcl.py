@@ -211,6 +211,7 @@ def start_programs(entry: Entry) -> dict[str, Any]:
 
 def run_call(programs: Mapping[str, Any], call: ToolCall) -> tuple[str, bool]:
     """The reply of the program that has this function, and whether the call failed."""
+    # a private method is no tool: it would change the state behind the rules
     owner = next((p for p in programs.values() if not call.name.startswith("_") and hasattr(type(p), call.name)), None)
     if owner is None:
         return f"error: there is no function {call.name!r}", True

@@ -167,6 +167,7 @@ class McpEnvironment(LimitedEpisode):
             errors += failed
         messages += [base.tool_message("", f"error: {fault[:200]}") for fault in action.faults[:MAX_CALLS]]
         counts = {"tool_calls": len(action.calls), "tool_errors": errors}
+        # an episode that is cut off is scored, too: its server may be in the right state
         return self._end("", False, **counts) if self.turns >= self.max_turns else Step(messages, info=counts)
 
     def _end(self, answer: str, terminated: bool, **counts: int) -> Step:
@@ -223,9 +224,8 @@ def environment(spec: str) -> type[McpEnvironment]:
     turns = options.get("turns", TURNS)
     if not isinstance(turns, int) or turns < 1:
         raise SettingError(f"mcp:...: turns is {turns!r}; write a whole number of at least 1")
-    with adapter.refusing(
-        f"mcp:{command}", (ValueError, EnvironmentFault)
-    ):  # no shell reads it, or the server does not start
+    # no shell reads the command, or the server does not start
+    with adapter.refusing(f"mcp:{command}", (ValueError, EnvironmentFault)):
         if not shlex.split(command):
             raise ValueError("it is empty")
         server = McpServer(command)
@@ -253,6 +253,7 @@ def environment(spec: str) -> type[McpEnvironment]:
 
 def split_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by split: a tenth, at least one, is held out, whatever the order of the file."""
+    # not split_by_content: of few rows it may hold out none
     ordered = sorted(rows, key=lambda row: hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest())
     count = max(1, len(rows) // base.HELD_OUT_SHARE)
     return {"train": ordered[count:], "held_out": ordered[:count]}

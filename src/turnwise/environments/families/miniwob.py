@@ -40,6 +40,7 @@ TURNS = 8
 MAX_ELEMENTS, MAX_LABEL = 40, 40
 ACTION = re.compile(r"(click|type|select) +([0-9]+)(?: +(.*))?", re.IGNORECASE)
 HELP = "write: click NUMBER, type NUMBER WORDS, or select NUMBER OPTION"
+# without its clock a page neither ends by itself nor pays less to a slow model
 START = """seed => { core.EPISODE_MAX_TIME = 1e9; Math.seedrandom(seed); core.startEpisodeReal();
   const told = core.getUtterance(); return typeof told === 'string' ? told : told.utterance; }"""
 READY = "() => typeof WOB_TASK_READY === 'undefined' || WOB_TASK_READY !== false"

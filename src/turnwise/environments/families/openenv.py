@@ -44,6 +44,7 @@ class OpenEnvEnvironment(LimitedEpisode):
 
     def begin(self, seed: int) -> Sequence[Message]:
         client = import_package("websockets.sync.client", "openenv")
+        # https becomes wss
         address = "ws" + self.url.removeprefix("http") + "/ws"
         try:
             self.socket = client.connect(address, open_timeout=self.seconds, proxy=None)
@@ -64,7 +65,7 @@ class OpenEnvEnvironment(LimitedEpisode):
         elif call and call.name != "act":
             answer = f"there is no tool {call.name[:40]!r}; call act"
         elif call or field:
-            answer = self._ask("step", call.arguments if call else {field: action.text})
+            answer = self._ask("step", dict(call.arguments) if call else {field: action.text})
         else:
             answer = "call the tool act"
         if isinstance(answer, str):

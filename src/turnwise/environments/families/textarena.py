@@ -54,6 +54,7 @@ class TextArenaEnvironment(SeatedGame):
         if not self._ends_with(action.text.strip()[:500]) and not self._play_scripted_seats():
             return Step([user_message(self.observation)], context=())  # it is all that the seat was told
         rewards, facts = self.match.close()
+        # mistakes of a scripted seat are not the policy's
         errors = sum(bool(facts.get(n, {}).get("invalid_move")) for n in rewards if not self.is_scripted(n))
         return self.pay(mover, rewards, str(facts.get(mover, {}).get("reason", "it is over.")), errors)
 

@@ -87,6 +87,7 @@ def generated(number: int, rooms: int, objects: int, quest: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         options = textworld.GameOptions()
         options.seeds, options.nb_rooms, options.nb_objects, options.quest_length = number, rooms, objects, quest
+        # under a name of this process first: two may make the same game at once
         options.path, options.force_recompile = str(folder / f".{os.getpid()}-{path.name}"), True
         made, _ = textworld.make(options)
         source = Path(made)
