@@ -32,13 +32,7 @@ from turnwise.environments import load, settings
 from turnwise.environments.base import SPLITS, text_action
 from turnwise.environments.calls import UNSAFE_EXCEPTIONS, CallTimeout, call_environment
 from turnwise.environments.checker.fuzz import malformed_actions
-from turnwise.environments.contract import (
-    COUNTS,
-    read_messages,
-    read_state_key,
-    read_step,
-    tool_fault,
-)
+from turnwise.environments.contract import COUNTS, read_messages, read_state_key, read_step, tool_fault
 from turnwise.errors import EnvironmentFault
 
 DEFAULT_MAX_TURNS = 64  # of a class without max_turns
