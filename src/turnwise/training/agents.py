@@ -332,8 +332,8 @@ def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
     first: dict[str, str] = {}
     totals: Counter[str] = Counter()
     for episode in episodes:
-        known = (OPENING, *SAME_TOKENS, *RESTARTS)
-        causes.update({c: int(episode.facts.get(f"agent/{c}", 0)) for c in known})
+        counted = (OPENING, *SAME_TOKENS, *RESTARTS)
+        causes.update({c: int(episode.facts.get(f"agent/{c}", 0)) for c in counted})
         totals["retries"] += int(episode.facts.get("agent/retries", 0))
         totals["episodes"] += 1
         totals["sampled"] += episode.sampled
@@ -361,22 +361,22 @@ def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
     }
 
 
-def certificate_lines(found: Mapping[str, Any]) -> list[str]:
+def certificate_lines(exact: Mapping[str, Any]) -> list[str]:
     """A certificate in words, one fact a line."""
-    follow_ups = found["calls"] - found["first_calls"]
+    follow_ups = exact["calls"] - exact["first_calls"]
     lines = [
-        f"{found['calls']:,} calls in {found['episodes']:,} episodes; {found['continued']:,} of {follow_ups:,} later calls "
-        f"({found['continued_share']:.1%}) continued token for token"
-        + (f", {found['behind_earlier_turns']:,} of them behind an earlier turn" * bool(found["behind_earlier_turns"]))
+        f"{exact['calls']:,} calls in {exact['episodes']:,} episodes; {exact['continued']:,} of {follow_ups:,} later calls "
+        f"({exact['continued_share']:.1%}) continued token for token"
+        + (f", {exact['behind_earlier_turns']:,} of them behind an earlier turn" * bool(exact["behind_earlier_turns"]))
     ]
-    for cause, restart in found["restarts"].items():
+    for cause, restart in exact["restarts"].items():
         shown = f"; the first {restart['first_difference']}" if restart["first_difference"] else ""
         lines.append(f"restarts, {cause}: {restart['count']:,} ({WORDS[cause]}){shown}")
-    unfinished, reasons = found["unfinished"]["count"], found["unfinished"]["reasons"]
+    unfinished, reasons = exact["unfinished"]["count"], exact["unfinished"]["reasons"]
     why = f" ({next(iter(reasons))})" if reasons else ""
-    lines.append(f"retried calls: {found['retries']:,}; unfinished sessions: {unfinished:,}{why}")
+    lines.append(f"retried calls: {exact['retries']:,}; unfinished sessions: {unfinished:,}{why}")
     lines.append(
-        f"tokens trained over tokens sampled: {found['tokens_trained']:,} / {found['tokens_sampled']:,} "
-        f"({found['trained_share']:.1%})"
+        f"tokens trained over tokens sampled: {exact['tokens_trained']:,} / {exact['tokens_sampled']:,} "
+        f"({exact['trained_share']:.1%})"
     )
     return [printable_line(line) for line in lines]

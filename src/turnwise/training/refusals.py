@@ -299,7 +299,11 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
             )
         provides, description = _provider(word, recipe)
         if provides is not None and not provides(env_spec.env_class):
-            yield f"{s.title} requires {description}, and {s.env} provides none; {_alternatives(provides, s.env)}"
+            able = [name for name in environments.BUILT_IN if name != s.env and provides(environments.load(name))]
+            others = f" (or {', '.join(able[1:])})" if able[1:] else ""
+            instead = f"write --env {able[0]}{others}, or give its class one" if able else ""
+            instead = instead or "give its class one, or take another method"
+            yield f"{s.title} requires {description}, and {s.env} provides none; {instead}"
 
 
 def _provider(word: str, recipe: Recipe) -> tuple[Provides | None, str]:
@@ -335,12 +339,6 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
         "a snapshot() to fork from, and a restore(), or deterministic = True, so that actions can be played again",
     ),
 }
-
-
-def _alternatives(provides: Provides, env: str) -> str:
-    able = [name for name in environments.BUILT_IN if name != env and provides(environments.load(name))]
-    instead = f"write --env {able[0]}" + (f" (or {', '.join(able[1:])})" if able[1:] else "") if able else ""
-    return f"{instead}, or give its class one" if instead else "give its class one, or take another method"
 
 
 def _unread_flags(plan: RunPlan) -> Iterator[str]:
@@ -543,25 +541,18 @@ def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, s
     if staleness.late != KEEP:
         return
     begin = f"staleness {staleness}: groups older than {staleness.limit} versions are trained on, too"
-    if pieces := list(corrections(recipe)):
-        yield "info", f"{begin}; the loss corrects for their age by {', '.join(pieces)}"
-        return
     from turnwise.algebra.piece import text
 
+    # the slots whose pieces compare the policy with the one that sampled the data
+    pieces = [f"ratio {text(recipe.ratio)}"] * bool(recipe.ratio.corrects_off_policy)
+    slots = {name: getattr(recipe, name) for name in ("gate", "keep")}
+    pieces += [f"{name} {text(piece)}" for name, piece in slots.items() if Signal.PROXIMAL in piece.signals]
+    pieces += [f"penalty {text(weighted)}" for weighted in recipe.penalties if Signal.PROXIMAL in weighted.signals]
+    if pieces:
+        yield "info", f"{begin}; the loss corrects for their age by {', '.join(pieces)}"
+        return
     yield (
         "warning",
         f"{begin}, and nothing in the loss compares the policy with the one that sampled them (ratio {text(recipe.ratio)}); take "
         f"a method with an importance ratio, or write --staleness {staleness.limit},drop",
     )
-
-
-def corrections(recipe: Recipe) -> Iterator[str]:
-    """The slots whose pieces compare the policy with the one that sampled the data, as text."""
-    from turnwise.algebra.piece import text
-
-    if recipe.ratio.corrects_off_policy:
-        yield f"ratio {text(recipe.ratio)}"
-    for name in ("gate", "keep"):
-        if Signal.PROXIMAL in getattr(recipe, name).signals:
-            yield f"{name} {text(getattr(recipe, name))}"
-    yield from (f"penalty {text(weighted)}" for weighted in recipe.penalties if Signal.PROXIMAL in weighted.signals)

@@ -107,10 +107,10 @@ class Trainer:
                 return self._run()
             except RunStopped as stopped:
                 raise RunStopped(stopped.number, self._stopped_message()) from None
-            except ServerFault as fault:  # the judge, or the last generator server, is gone
-                raise ServerFault(f"{fault}; {self._stopped_message()}") from fault
-            except RankFault as fault:  # a process of the learner is gone
-                raise RankFault(f"{fault}; {self._stopped_message()}") from fault
+            # the judge, the last generator server or a process of the learner is gone
+            except (ServerFault, RankFault) as fault:
+                kind = RankFault if isinstance(fault, RankFault) else ServerFault
+                raise kind(f"{fault}; {self._stopped_message()}") from fault
 
     def _stopped_message(self) -> str:
         step, path = self.run_dir.step, self.run_dir.path
@@ -231,7 +231,11 @@ class Trainer:
                     raise RunStopped(self.stop.received)
                 after = await self._evaluate(evaluator, "after", learner)
             counts = ledger.group_counts()
-        self._export(learner, tokenizer)
+        _save(self.run_dir.model, learner.export, tokenizer)
+        if s.lora_rank:  # the adapters alone, too; they name the model that they belong on
+            given = not s.model.tiny and s.cold_steps < 1
+            base = resolve(s.model.name) if given else str(self.run_dir.path / "initial")
+            _save(self.run_dir.adapter, partial(learner.export_adapter, base=base), tokenizer)
         paths = {when: self.run_dir.path / f"ranking_{when}.json" for when in ("before", "after") if self.held_out}
         ranking = {when: read_sealed(path) for when, path in paths.items()}  # how held-out pairs were ranked
         facts = {
@@ -249,14 +253,6 @@ class Trainer:
         write_cards(self.run_dir, s, summary)
         keep_newest(self.run_dir.checkpoints, 1)  # of a finished run: enough to extend it
         return summary
-
-    def _export(self, learner: Learner, tokenizer: Any) -> None:
-        """Write the trained model and, where adapters were trained, these alone."""
-        _save(self.run_dir.model, learner.export, tokenizer)
-        if self.settings.lora_rank:
-            given = not self.settings.model.tiny and self.settings.cold_steps < 1
-            base = resolve(self.settings.model.name) if given else str(self.run_dir.path / "initial")
-            _save(self.run_dir.adapter, partial(learner.export_adapter, base=base), tokenizer)
 
     @contextlib.contextmanager
     def _profiled(self, loop: Loop) -> Iterator[None]:
@@ -338,13 +334,14 @@ class Trainer:
         save_checkpoint(self.run_dir.checkpoints, step, state["tensors"], facts, keep=keep, replaces=replaces)
 
     def _trackers(self, start: int) -> Trackers:
-        trackers: list[Tracker] = [JsonLines(self.run_dir.metrics, start + 1)]
-        for kind in self.settings.trackers:
-            if kind == "tensorboard":
-                trackers.append(TensorBoard(self.run_dir.tensorboard, start + 1))
-            else:
-                trackers.append(Service(kind, "turnwise", self.run_dir.path.name, self.settings.as_dict()))
-        return Trackers(trackers)
+        directory, s = self.run_dir, self.settings
+        others: list[Tracker] = [
+            TensorBoard(directory.tensorboard, start + 1)
+            if kind == "tensorboard"
+            else Service(kind, "turnwise", directory.path.name, s.as_dict())
+            for kind in s.trackers
+        ]
+        return Trackers([JsonLines(directory.metrics, start + 1), *others])
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         metrics = {**metrics, **(self.judge.metrics() if self.judge else {})}

@@ -440,35 +440,35 @@ class Suspect:
 
 def suspects(moment: RunMoment, limit: float) -> list[Suspect]:
     """Components that hold work and have not progressed for ``limit`` seconds, the cause before those that wait for it."""
-    found: list[Suspect] = []
+    stuck: list[Suspect] = []
     saving, recording, publishing = moment.saving, moment.recording, moment.publishing
     if saving is not None and saving.seconds >= limit:
         text = f"the checkpoint of step {moment.step} has been written for {saving.seconds:.0f} s"
-        found.append(Suspect("checkpoint", text, moment.busy))
+        stuck.append(Suspect("checkpoint", text, moment.busy))
     elif recording is not None and recording.seconds >= limit:
         text = f"the ledger has been writing for {recording.seconds:.0f} s ({moment.queued} writes queued)"
-        found.append(Suspect("ledger", text, moment.busy))
+        stuck.append(Suspect("ledger", text, moment.busy))
     if moment.learning is not None and moment.learning.seconds >= limit:
-        found.append(_stuck_learner(moment, moment.learning))
+        stuck.append(_stuck_learner(moment, moment.learning))
     calls, scores = moment.outside("environment"), moment.outside("reward")
     if calls.seconds >= limit:
-        found.append(_stuck_environment(moment, calls))
+        stuck.append(_stuck_environment(moment, calls))
     if scores.seconds >= limit:
-        found.append(Suspect("rewards", f"a reward function, the {_longest(scores)}"))
+        stuck.append(Suspect("rewards", f"a reward function, the {_longest(scores)}"))
     for server in moment.servers:
         seconds = moment.since.get(server.url, 0.0)
         if server.owed and not server.lost and seconds >= limit:
             owed = _count(server.owed, "reply", "replies")
             text = f"generator server {server.url} has not answered for {seconds:.0f} s (it owes {owed})"
-            found.append(Suspect(server.url, text))
+            stuck.append(Suspect(server.url, text))
     if publishing is not None and publishing.seconds >= limit:
         text = f"new weights have been published for {publishing.seconds:.0f} s"
-        found.append(Suspect("publication", text, moment.busy))
+        stuck.append(Suspect("publication", text, moment.busy))
     g, seconds = moment.generator, moment.since.get("generator", 0.0)
     if g is not None and g.running and not moment.servers and seconds >= limit and not calls.count:
         text = f"the generator has sampled no token for {seconds:.0f} s, with {g.running} requests in its batch"
-        found.append(Suspect("generator", f"still sampling: {text}" if moment.busy else text, moment.busy))
-    return found
+        stuck.append(Suspect("generator", f"still sampling: {text}" if moment.busy else text, moment.busy))
+    return stuck
 
 
 def _stuck_environment(moment: RunMoment, calls: OutsideCalls) -> Suspect:
@@ -934,10 +934,11 @@ def newest_messages(path: str | Path, count: int = 3) -> list[str]:
 
 def status_text(state: RunState, warnings: list[str]) -> str:
     """All that is known as lines for a terminal, the state first."""
-    return "\n".join([*_head(state), *_body(state), *(f"warning   {text}" for text in warnings)])
+    return "\n".join([*_status_lines(state), *(f"warning   {text}" for text in warnings)])
 
 
-def _head(state: RunState) -> Iterator[str]:
+def _status_lines(state: RunState) -> Iterator[str]:
+    status = state.status
     process = f", process {state.process}" if state.process and state.alive else ""
     yield f"{state.run}: {HEADS.get(state.state, state.state)}{process}"
     if state.explanation:
@@ -947,10 +948,6 @@ def _head(state: RunState) -> Iterator[str]:
     yield f"step      {state.step} of {state.steps}{phase}{checkpoint}"
     if state.state in ("stopped", "failed", "killed"):
         yield f"next      turnwise resume {state.run}"
-
-
-def _body(state: RunState) -> Iterator[str]:
-    status = state.status
     if not status or state.ended:
         return
     stage, age = status["stage"], state.age or 0.0
