@@ -36,7 +36,7 @@ Seconds = Annotated[float, "a positive number of seconds"]
 def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``: text is parsed, anything else must already have the type. A kind with a limit
     (``Annotated[int, "at least 1"]``) refuses what lies outside."""
-    limits: tuple[str, ...] = ()
+    limits: list[str] = []
     if typing.get_origin(kind) is Annotated:
         kind, *limits = typing.get_args(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

@@ -42,8 +42,8 @@ def load_object(name: str, what: str, accepts: Callable[[Any], bool], noun: str)
     for part in attribute.split("."):
         value = getattr(value, part, None)  # type: ignore[assignment]
     if value is None or not accepts(value):
-        known = [key for key, held in vars(module).items() if not key.startswith("_") and accepts(held)]
-        raise SettingError(f"{what}: {module_name} has no {noun} {attribute!r}; {nearest(attribute, known)}")
+        offered = [key for key, held in vars(module).items() if not key.startswith("_") and accepts(held)]
+        raise SettingError(f"{what}: {module_name} has no {noun} {attribute!r}; {nearest(attribute, offered)}")
     return value
 
 
@@ -51,16 +51,15 @@ def load_module(name: str, what: str) -> ModuleType:
     """A module by its dotted name, or by the path of its file; what its import raises becomes one line."""
     try:
         return _load_file(Path(name), what) if name.endswith(".py") else importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        raise SettingError(
-            f"{what}: no module {missing.name!r}; is it installed, or in the current folder?"
-        ) from missing
     except SettingError:
         raise
-    except SyntaxError as wrong:
-        raise SettingError(f"{what}: {wrong.filename} line {wrong.lineno}: {wrong.msg}") from wrong
-    except (Exception, SystemExit) as broken:
-        raise SettingError(f"{what}: {name} cannot be imported: {type(broken).__name__}: {broken}") from broken
+    except (Exception, SystemExit) as fault:  # a module of the user's may even end the program
+        text = f"{name} cannot be imported: {type(fault).__name__}: {fault}"
+        if isinstance(fault, ModuleNotFoundError):
+            text = f"no module {fault.name!r}; is it installed, or in the current folder?"
+        elif isinstance(fault, SyntaxError):
+            text = f"{fault.filename} line {fault.lineno}: {fault.msg}"
+        raise SettingError(f"{what}: {text}") from fault
 
 
 def _load_file(path: Path, what: str) -> ModuleType:
@@ -93,10 +92,10 @@ def importable_name(value: Any) -> str:
     if not name or module in ("", "__main__", None) or "<locals>" in name:
         return ""
     loaded = sys.modules.get(module)
-    found: Any = loaded
+    named: Any = loaded
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not value:
+        named = getattr(named, part, None)
+    if named is not value:  # the name means another object by now
         return ""
     file = getattr(loaded, "__file__", None)
     by_path = file is not None and module.startswith(f"{Path(file).stem}_")  # loaded by `_load_file`
@@ -116,11 +115,12 @@ def split_arguments(spec: str) -> tuple[str, dict[str, str]]:
     arguments: dict[str, str] = {}
     for part in parts:
         key, equals, value = part.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise SettingError(f"{spec!r}: {part!r} is not an argument; write NAME,key=value,key=value")
-        if key.strip() in arguments:
-            raise SettingError(f"{spec!r} gives {key.strip()!r} twice")
-        arguments[key.strip()] = value
+        key = key.strip()
+        if not equals or not key.isidentifier() or key in arguments:
+            twice = f"{spec!r} gives {key!r} twice"
+            wrong = f"{spec!r}: {part!r} is not an argument; write NAME,key=value,key=value"
+            raise SettingError(twice if key in arguments and equals else wrong)
+        arguments[key] = value
     return name, arguments
 
 
@@ -138,13 +138,15 @@ def call_arguments(
     names belong to the run."""
     parameters = signature_of(called)
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for key in arguments:
+        wrong = ""
         if key in reserved:
-            raise SettingError(f"{what} takes {key!r} from the run; write --{key.replace('_', '-')} instead")
-        if key not in known and not accepts_any:
-            offered = nearest(key, [n for n in known if n not in reserved])
-            raise SettingError(f"{what} has no argument {key!r}; {offered}")
+            wrong = f"takes {key!r} from the run; write --{key.replace('_', '-')} instead"
+        elif key not in named and not accepts_any:
+            wrong = f"has no argument {key!r}; {nearest(key, [n for n in named if n not in reserved])}"
+        if wrong:
+            raise SettingError(f"{what} {wrong}")
     return {
         key: typed_value(key, value, parameters.get(key)) if isinstance(value, str) else value
         for key, value in arguments.items()

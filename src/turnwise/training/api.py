@@ -100,18 +100,19 @@ def resume(
     new = changed_settings(settings, changes)  # refuses before the engines are imported
     env_class = environments.name_of(env)[1] if env is not None and not isinstance(env, str) else None
     given = GivenObjects(env_class, rewards=name_rewards({"reward": reward}), agent=agent)
-    own = recipe(**settings.method_options) if callable(recipe) else recipe  # a function as it was called at the start
+    # a function is called as it was at the start
+    given_recipe = recipe(**settings.method_options) if callable(recipe) else recipe
     if given.env_class is None:
         environments.load(env if isinstance(env, str) else settings.env)
     if changes or not run_dir.summary.is_file():
-        plan = RunPlan(new, own, given)
+        plan = RunPlan(new, given_recipe, given)
         refuse(plan, RESUMED)
         _trainer().check_resumed(run_dir, plan)
     message = ""
     if changes:
         settings, message = extend(run_dir, settings, changes)
     with _listener(listen, quiet) as shown:
-        return _run(lambda stop: _trainer().continue_run(run_dir, settings, own, given, shown, stop, message))
+        return _run(lambda stop: _trainer().continue_run(run_dir, settings, given_recipe, given, shown, stop, message))
 
 
 def dry_run(listen: Listener | None = None, **settings: Any) -> dict[str, Any]:

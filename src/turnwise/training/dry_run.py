@@ -97,17 +97,17 @@ class StepTimes:
 
 def dry_run(train: Callable[..., dict[str, Any]], listen: Listener, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of ``train`` with a few steps, and under ``estimate`` what to expect of the whole run."""
-    asked = Settings.of({name: settings[name] for name in SETS if name in settings})  # refused as in a real run
+    wanted = Settings.of({name: settings[name] for name in SETS if name in settings})  # refused as in a real run
     values = dict(settings)
-    with tempfile.TemporaryDirectory(dir=_shared_folder(str(settings.get("out", asked.out)))) as folder:
-        tasks = min(EVAL_TASKS, asked.eval_tasks)
-        steps = min(asked.steps, MAX_STEPS, STEPS * (asked.staleness.limit + 1))
+    with tempfile.TemporaryDirectory(dir=_shared_folder(str(settings.get("out", wanted.out)))) as folder:
+        tasks = min(EVAL_TASKS, wanted.eval_tasks)
+        steps = min(wanted.steps, MAX_STEPS, STEPS * (wanted.staleness.limit + 1))
         values |= {"out": folder, "name": "dry", "steps": steps, "eval_tasks": tasks, "eval_every": 0, "trackers": ()}
         times = StepTimes(listen)
         with ChildMemory() as children:
             times.children = children
             summary = train(times, **values)
-    expected = estimate(asked, summary, times.seconds.get("learn", []), tasks)
+    expected = estimate(wanted, summary, times.seconds.get("learn", []), tasks)
     return {**summary, "estimate": expected | memory_figures(children.peak, times.device_bytes)}
 
 
@@ -119,30 +119,31 @@ def _shared_folder(out: str) -> str | None:
     return out
 
 
-def estimate(asked: Settings, summary: Mapping[str, Any], steps: Sequence[float], tasks: int) -> dict[str, float]:
+def estimate(wanted: Settings, summary: Mapping[str, Any], steps: Sequence[float], tasks: int) -> dict[str, float]:
     """Seconds of one step, of all evaluations and of the whole run: the steps taken, and as many more as were asked for."""
     # the steps of which the rest of a run consists: without those on the first wave, and without the last
-    ahead = asked.staleness.limit
+    ahead = wanted.staleness.limit
     middle = steps[ahead + 1 : 2 * (ahead + 1)] if ahead else steps[1:]
     each = statistics.mean(middle or steps[1:] or steps or [0.0])
     stages = summary.get("seconds", {})
-    during = len(range(asked.eval_every, asked.steps, asked.eval_every)) if asked.eval_every else 0
+    during = len(range(wanted.eval_every, wanted.steps, wanted.eval_every)) if wanted.eval_every else 0
     evaluations = sum(stages.get(f"evaluate {when}", 0.0) for when in ("before", "after")) * (1 + during / 2)
-    evaluations *= asked.eval_tasks / tasks if tasks else 0.0
-    saved = summary.get("checkpoints", {}).get("seconds_each", 0.0) * (1 + asked.steps // asked.checkpoint_every)
+    evaluations *= wanted.eval_tasks / tasks if tasks else 0.0
+    saved = summary.get("checkpoints", {}).get("seconds_each", 0.0) * (1 + wanted.steps // wanted.checkpoint_every)
     return {
-        "steps": asked.steps,
+        "steps": wanted.steps,
         "seconds_per_step": each,
         "seconds_of_evaluations": evaluations,
-        "seconds_of_run": sum(steps) + each * max(0, asked.steps - len(steps)) + evaluations + saved,
+        "seconds_of_run": sum(steps) + each * max(0, wanted.steps - len(steps)) + evaluations + saved,
     }
 
 
 def memory_figures(children: int, device_bytes: int = 0) -> dict[str, float]:
     """The peak so far, in GiB, and how much of it the processes took that the run started."""
     on_device = uses_gpu()
-    own = peak_memory()
-    peak = max(own, device_bytes) if on_device else own + children
+    here = peak_memory()
+    # on a GPU the children's share is in what the device has in use; on a CPU it is beside this process
+    peak = max(here, device_bytes) if on_device else here + children
     return {"peak_memory_gib": peak / GIB, "child_memory_gib": 0.0 if on_device else children / GIB}
 
 

@@ -84,9 +84,8 @@ def _select(model: str, values: Mapping[str, Any]) -> tuple[Settings, Path | Non
     run = RunDir.open(named.name)
     folder = next((path for path in (run.model, run.path / "initial") if path.is_dir()), None)
     if folder is None:
-        raise SettingError(
-            f"the run {named.name} has no model yet; serve the model it begins with, or tiny --env ENVIRONMENT"
-        )
+        instead = "serve the model it begins with, or tiny --env ENVIRONMENT"
+        raise SettingError(f"the run {named.name} has no model yet; {instead}")
     settings = Settings.of({**run.metadata()["settings"], **values})
     return replace(settings, model=settings.model.with_options(named)), folder
 
@@ -124,9 +123,7 @@ def make_policy_host(settings: Settings, folder: Path | None, name: str, own_con
     renderer = build.make_renderer(s, tokenizer)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT
     context = min(s.context if own_context else CONTEXT, int(positions))
-    threads = engines.select_threads(s)
-    most = HostLimits(s.slots, context, tuple(renderer.stop_ids), True, threads)
-
+    most = HostLimits(s.slots, context, tuple(renderer.stop_ids), True, engines.select_threads(s))
     cache = engines.sampling_cache(s, model)
 
     def make(limits: HostLimits) -> Any:
@@ -248,11 +245,11 @@ class PolicyServer:
     def _single(self, sessions: Sessions) -> OpenEpisode:
         return sessions.open(self._episode(next(self._numbers)))
 
-    def _open(self, sessions: Sessions, asked: Mapping[str, Any]) -> OpenEpisode:
+    def _open(self, sessions: Sessions, body: Mapping[str, Any]) -> OpenEpisode:
         if len(sessions) >= MAX_SESSIONS:
             raise SettingError(f"{len(sessions)} sessions are open")
         opened = sessions.open(self._episode(next(self._numbers)), awaits_reward=True)
-        task = asyncio.ensure_future(self._play(sessions, opened, asked.get("name")))
+        task = asyncio.ensure_future(self._play(sessions, opened, body.get("name")))
         self._tasks.add(task)  # the event loop alone would let go of it
         task.add_done_callback(self._tasks.discard)
         return opened
@@ -270,10 +267,8 @@ class PolicyServer:
     def _keep(self, t: Trajectory, name: Any) -> None:
         """Write a finished session as a row."""
         self.finished.append(EpisodeFacts(t.status, t.reason, t.sampled, False, t.facts))
-        outcome = {
-            "reward": t.reward, "rewards": dict(t.rewards), "success": t.success, "status": t.status, "reason": t.reason,
-        }  # fmt: skip
-        row = {"session": t.id, "name": name, "messages": t.messages, **outcome}
+        row = {"session": t.id, "name": name, "messages": t.messages, "reward": t.reward, "rewards": dict(t.rewards)}
+        row |= {"success": t.success, "status": t.status, "reason": t.reason}
         row |= {"calls": len(t.turns), "tokens": t.sampled}
         with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({**row, "facts": dict(t.facts)}, default=str) + "\n")
@@ -295,9 +290,8 @@ def serve_run(
     from turnwise.training import build, engines  # late: import torch
 
     assert folder is not None
-    tokenizer = build.load_tokenizer(
-        settings, EnvSpec(settings, object), folder
-    )  # its agent and environment are not needed
+    # its agent and environment are not needed
+    tokenizer = build.load_tokenizer(settings, EnvSpec(settings, object), folder)
     renderer = build.make_renderer(settings, tokenizer)
     model = build.load_model(settings, len(tokenizer), folder)
     cache = engines.sampling_cache(settings, model)
@@ -311,18 +305,13 @@ def serve_run(
         async with serving(server.sessions(token), host, port, token) as endpoint:
             key = "your token" if token else "any"
             tell(f"OPENAI_BASE_URL={endpoint.url}/v1   ANTHROPIC_BASE_URL={endpoint.url}   API key: {key}")
-            tell(
-                f"sessions: POST {endpoint.url}/sessions, then POST a reward; finished ones are written to {server.file}"
-            )
+            post = f"POST {endpoint.url}/sessions, then POST a reward"
+            tell(f"sessions: {post}; finished ones are written to {server.file}")
             tell("Ctrl-C stops the endpoint")
             if ready is not None:
                 ready(replace(endpoint, stop=lambda: loop.call_soon_threadsafe(stopped.set)))
             await stopped.wait()
 
     asyncio.run(serve())
-    return {
-        "run": run,
-        "file": str(server.file),
-        "sessions": len(server.finished),
-        "exactness": certificate(server.finished),
-    }
+    facts = {"run": run, "file": str(server.file), "sessions": len(server.finished)}
+    return {**facts, "exactness": certificate(server.finished)}

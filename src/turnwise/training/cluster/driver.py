@@ -114,6 +114,7 @@ class ClusterRun:
         self.key, self.folder = run_key(run_dir.path), os.getcwd()
         self.owner = False  # whether this driver started the learner, or saw it end: then it removes the actors
         self.node = ray.get_runtime_context().get_node_id()  # of the run directory: the learner works here
+        self.anywhere = "SPREAD" if options.placement == "spread" else "DEFAULT"  # of an actor without a reserved place
 
     # ------------------------------------------------------------------- actors
 
@@ -125,7 +126,13 @@ class ClusterRun:
         place = self._place() if len(living) < self.options.generators else None
         generators = [self._generator(number, place) for number in range(self.options.generators)]
         self._starting = [generator.address.remote() for generator in generators]
-        self._start_environments()
+        # those that play need no placement group: each may be anywhere
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        wanted = self.options.environment_actors(cpus, self.settings.ranks)
+        self._living(ENVIRONMENT, wanted)
+        for number in range(wanted):
+            name, arguments = actor_name(ENVIRONMENT, self.key, number), (self.settings.env,)
+            self._make(EnvironmentActor, name, arguments, num_cpus=1, scheduling_strategy=self.anywhere)
 
     def _start_learner(self, learn: Callable[..., dict[str, Any]], notes: Sequence[str]) -> Any:
         """The learner on this machine. It gets its place first: the others may be anywhere, and could fill its machine."""
@@ -158,16 +165,6 @@ class ClusterRun:
             ray.kill(living.pop(number), no_restart=True)
         return living
 
-    def _start_environments(self) -> None:
-        """Start the actors that play. They need no placement group: each may be anywhere."""
-        cpus = int(ray.cluster_resources().get("CPU", 1))
-        wanted = self.options.environment_actors(cpus, self.settings.ranks)
-        self._living(ENVIRONMENT, wanted)
-        where = "SPREAD" if self.options.placement == "spread" else "DEFAULT"
-        for number in range(wanted):
-            name, arguments = actor_name(ENVIRONMENT, self.key, number), (self.settings.env,)
-            self._make(EnvironmentActor, name, arguments, num_cpus=1, scheduling_strategy=where)
-
     def _place(self) -> Any:
         """The placement group of the generators: that of an earlier driver, or a new one."""
         with contextlib.suppress(ValueError):  # there is none
@@ -184,8 +181,7 @@ class ClusterRun:
         return group
 
     def _generator(self, number: int, place: Any) -> Any:
-        # "SPREAD" and "DEFAULT" are for one more than places were reserved for
-        where: Any = "SPREAD" if self.options.placement == "spread" else "DEFAULT"
+        where: Any = self.anywhere  # one more than places were reserved for
         if place is not None and number < place.bundle_count:
             where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=number)
         return self._make(
