@@ -191,6 +191,7 @@ def read_run_flags(
     everything = "all" in (value_of(argv, "--help"), value_of(argv, "-h"))
     if everything:
         argv = [word for word in argv if word != "all"]
+    # before the other flags are defined: the file may name the method, whose hyper-parameters are flags
     path = value_of(argv, "--config")
     file = read_config(path) if path else ConfigFile("")
     if positional and argv and not argv[0].strip():

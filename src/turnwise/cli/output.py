@@ -27,6 +27,7 @@ def stdout_reserved(reserved: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _descriptor_redirected() -> Iterator[None]:
     """File descriptor 1 as a copy of 2; nothing where the process has no such descriptors."""
+    # `redirect_stdout` moves Python's own prints only; C code and child processes write to the descriptor
     try:
         _flush()
         saved = os.dup(1)

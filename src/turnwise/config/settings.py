@@ -308,6 +308,7 @@ class Settings(
     """All settings of a run, typed and checked. The sections stand in reverse, because a dataclass lists its last base first."""
 
     def __post_init__(self) -> None:
+        # frozen, so that a run cannot change what it records; converted here all the same, for every way in
         for f in fields(self):
             object.__setattr__(self, f.name, convert(f.name, getattr(self, f.name), setting_type(f.name)))
         method, credit = split_method(self.method)

@@ -181,6 +181,7 @@ class Collector:
         if (fatal := getattr(self.generator, "fatal", None)) is not None:
             raise fatal  # its servers are gone: the episodes that this ended must not be counted as failed
         done = sorted((task for task in self.running if task.done()), key=lambda t: draw_order(self.running[t]))
+        # in draw order, not in that of completion: samplers learn from each, and timing must not change what they learn
         for task in done:
             key = self.running.pop(task)
             self.sessions.pop(key, None)

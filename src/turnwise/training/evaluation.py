@@ -111,6 +111,7 @@ def compare_policies(
     """The summaries of a run's model and of a served one on the same tasks."""
     settings, _ = select_policy(run, given)
     shared = {name: getattr(settings, name) for name in SHARED}
+    # the server first: one that does not answer is refused before the run's own model has played
     theirs = evaluate_policy("", "", split, {**shared, **given}, served, listen)
     return [evaluate_policy(run, "", split, given), theirs]
 

@@ -96,6 +96,7 @@ class StopSignals:
         self.received = number
         if self._worker is None:
             raise RunStopped(number)
+        # only the C interface of the interpreter raises in another thread
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._worker.ident or 0), ctypes.py_object(RunStopped)
         )

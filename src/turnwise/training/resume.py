@@ -157,6 +157,7 @@ def extend(run_dir: RunDir, settings: Settings, changes: Mapping[str, Any]) -> t
             path = run_dir.path / name
             if path.is_file():
                 path.rename(path.with_stem(f"{path.stem}_{settings.steps}"))
+    # only what changes is written anew; all else stays as it was recorded
     metadata = run_dir.metadata()
     values = {name: new.as_dict()[name] for name in changes}
     change = {name: [metadata["settings"].get(name), value] for name, value in values.items()}

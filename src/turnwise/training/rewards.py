@@ -174,6 +174,7 @@ def open_judge(
             yield first_errors
         return
     judge = policy() if settings.judge == POLICY else run_async(connect(settings, listen))
+    # a run that is resumed, or evaluated later, does not ask again for a verdict that it has
     cache = VerdictCache(folder / CACHE if folder else None)
     rubric = read_rubric(settings.judge_rubric)
     with contextlib.closing(JudgeScorer(judge, rubric, settings.judge_mode, settings.judge_weight, cache)) as scorer:

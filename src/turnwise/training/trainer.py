@@ -311,6 +311,7 @@ class Trainer:
                 self.opponents.load_state_dict(saved.state["opponents"])
             start = saved.step
             check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
+        # a later one could not be read: it must not win the next resume
         discard_after(self.run_dir.checkpoints, start)
         owed = ledger.resume(start, keep_finished=not s.staleness.synchronous)
         for text in resume_messages(self.run_dir, self.died, start, owed):
@@ -324,6 +325,7 @@ class Trainer:
     def _save(
         self, step: int, learner: Learner, collector: GroupSource, mixture: Mixture, ledger: WriteBehindLedger
     ) -> None:
+        # the ledger first: one that is older than its checkpoint does not know what the weights were trained on
         ledger.seal(step)
         state = learner.checkpoint_state()
         memory = self.objective.memory.state_dict()

@@ -652,6 +652,7 @@ class RunWatch:
 
     def _look(self) -> RunMoment:
         parts, activity, now = self.parts, self.parts.activity, time.monotonic()
+        # counters of other threads, read without a lock: a look that mixes two moments is followed by another in a second
         g, groups, servers, ranks = parts.generator_facts(), parts.groups(), parts.servers(), parts.ranks()
         ended, queued = activity.ended, parts.ledger_queue
         cold = self.heard if self.phase == "cold start" else 0
@@ -735,6 +736,7 @@ class RunWatch:
         versions = [version for version in (g.oldest_token, groups.oldest) if version is not None]
         (first, *old), (last, *new) = self.samples[0], self.samples[-1]
         sampled, learned, episodes = ((b - a) / (last - first) if last > first else 0.0 for a, b in zip(old, new))
+        # public: `turnwise status --json` prints it, so names stay
         status = {
             "format": STATUS_FORMAT,
             "process": os.getpid(),
