@@ -84,6 +84,7 @@ def local(generator: LocalGenerator) -> Engine:
     """The local generator. Returns the completions of the first turn."""
 
     async def run(load: Workload) -> list[Completion]:
+        # all are opened before the first token, as in a run
         sessions = [generator.open(i) for i in range(len(load.prompts))]
 
         async def dialogue(i: int) -> Completion:
@@ -219,6 +220,7 @@ def _compared(
     )
     engines = {"turnwise": local(generator), "transformers.generate": stock(stock_model, batch)}
     rates, last = measure(engines, load, repeats, setup.device)
+    # ragged lengths have no simple bound
     limit = None
     if limits is not None:
         width = torch.finfo(setup.dtype).bits // 8

@@ -58,6 +58,7 @@ class HardwareLimits:
         c, n = model.config, parameters(model)
         head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         token = 2 * width * c.num_hidden_layers * c.num_key_value_heads * head
+        # the cache is half full on average over the new tokens
         reads = width * n + batch * token * (prompt + new / 2)
         return batch / max(reads / self.bandwidth, 2 * n * batch / self.peak)
 

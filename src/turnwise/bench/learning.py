@@ -49,6 +49,7 @@ def ours(setup: BenchSetup, shared: bool) -> Callable[[], Any]:
     batch = batch_of(*setup.learn, setup.vocabulary, shared)
     if objective.signals_before_batch:
         batch = batch.put(learner.measure(batch, objective.signals_before_batch))
+    # credit is computed once for all updates of a step, so it is not timed
     credited = objective.credit(batch)
     return lambda: learner.update(credited, objective)
 

@@ -189,6 +189,7 @@ def simulate(pipeline: Pipeline, draw: Callable[[], EpisodeLoad], steps: int = 6
         for key in late:
             del issued[key]
         dropped += len(late)
+        # their places are free for new groups at once
         if late:
             issue(step)
         for seconds, paused in ((p.learn, p.shared), (p.publish, True)):

@@ -201,6 +201,7 @@ class StepTimer:
     """Takes a step when the parent process tells it to, and reports the time. Redirects what libraries print to stderr."""
 
     def __init__(self) -> None:
+        # results keep the pipe; whatever a library prints goes to the log
         self.out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 

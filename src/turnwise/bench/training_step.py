@@ -59,6 +59,7 @@ def work(task: str, device: str = "cpu", size: tuple[int, int, int] | None = Non
 
 def start(python: str, kind: str, job: dict[str, Any], threads: int, log: Path) -> subprocess.Popen[str]:
     command = [python, str(Path(step_worker.__file__)), kind, json.dumps(job)]
+    # nothing may be downloaded, and no warning of a forked tokenizer may fill the log
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), **quiet}
     pipe = subprocess.PIPE

@@ -138,6 +138,7 @@ class MethodCheck:
     # --------------------------------------------------------------- checks
     def record(self) -> str:
         """A recipe is a value: the memory of its pieces and the command ``diff`` depend on that."""
+        # a piece with a list inside fails here, not in the middle of a run
         hash(self.recipe)
         for piece in (self.recipe.advantage, self.recipe.ratio, self.recipe.gate, *self.recipe.penalties):
             tuple(piece.parts), text(piece)
@@ -203,6 +204,7 @@ class MethodCheck:
     def micro_batches(self) -> str:
         batch, leaves = self.batch()
         expected = gradient(self.recipe.objective, batch, leaves)
+        # one trajectory at a time, then a few together
         for positions in (1, 9):
             split = gradient(self.recipe.objective, batch, leaves, partial(Batch.split, positions=positions))
             difference = largest_difference(expected, split)
@@ -262,6 +264,7 @@ class MethodCheck:
         straight, first, second = (self.recipe.objective for _ in range(3))
         run(straight), run(first)
         expected = run(straight)
+        # through JSON: that is how a checkpoint writes it
         second.memory.load_state_dict(json.loads(json.dumps(first.memory.state_dict())))
         if largest_difference(expected, run(second)) > 0:
             self.problems.append(

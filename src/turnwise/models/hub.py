@@ -33,6 +33,7 @@ def check_model(name: str) -> None:
             check_weights(Path(name))
         else:
             why = "the folder has no config.json"
+    # the library would look for it on the hub, for half a minute
     elif is_path(name):
         why = "this is a file, not a folder" if os.path.exists(name) else "there is no such folder"
     elif not HUB_ID.fullmatch(name):

@@ -48,6 +48,7 @@ def load_causal_lm(source: str) -> Any:
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trusted, "output_loading_info": True}
     load: Any = AutoModelForCausalLM.from_pretrained
     model, info = _explained(source, lambda: load(source, **options))
+    # Transformers only warns
     missing = sorted(info["missing_keys"])
     if missing:
         raise SettingError(

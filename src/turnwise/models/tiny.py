@@ -84,6 +84,7 @@ def tiny_model(
     Wide and shallow: two layers of 192 learn to copy digits with a third of the demonstrations that four of 128 need
     (exact copies on held-out problems after 700 k ids: 100 % against 42 %), and decode in half the steps."""
     config = tiny_config(vocabulary, hidden=hidden, layers=layers, context=context)
+    # the caller's random numbers must not depend on whether a model was built
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

@@ -94,6 +94,7 @@ def synthetic_batch(seed: int = 0, moved: float = 0.3) -> AuditBatch:
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     lengths = torch.tensor([3, 9, 5, 12, 2, 7])
     mask = torch.arange(12)[None, :] < lengths[:, None]
+    # a tool's tokens stand inside a completion
     mask[:, 2] = False
     old = -draw(6, 12).abs() - 0.1
     logp = old + moved * draw(6, 12)
@@ -139,8 +140,9 @@ def read_batch(path: str | Path) -> AuditBatch:
 def recipe_gradient(method: str, batch: AuditBatch, **hyper: Any) -> Gradient:
     """Loss and gradient by ``logp`` of a recipe, in float64."""
     objective = padded.objective_of(method, **hyper)
-    wants = batch.reference is not None and "reference" in map(str, objective.signals)
-    signals = {"reference": batch.reference} if wants else {}
+    signals: dict[str, Tensor] = {}
+    if batch.reference is not None and "reference" in map(str, objective.signals):
+        signals["reference"] = batch.reference
     return summed_gradient(
         [batch],
         lambda part, logp: padded.loss(
@@ -211,6 +213,7 @@ def _batch_checks(batch: AuditBatch, method: str, loss: float, gradient: Tensor)
         outside = batch.gradient.masked_fill(batch.mask, 0.0).abs().max() / batch.gradient.abs().max().clamp(min=1e-300)
         yield AuditDeviation("mask", method, float(outside), "gradient at positions that were not sampled")
         inside = gradient[batch.mask], batch.gradient[batch.mask]
+        # the factor that fits best: a wrong normaliser alone leaves no rest
         scale = float((inside[0] @ inside[1]) / (inside[0] @ inside[0]).clamp(min=1e-300))
         rest = deviation(inside[0] * scale, inside[1])
         if rest < AGREES:

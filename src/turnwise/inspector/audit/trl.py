@@ -234,6 +234,7 @@ def trl_packed(examples: Sequence[Sequence[int]], length: int, strategy: str) ->
     import datasets
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+    # its progress bar would break up what the command prints
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:

@@ -177,6 +177,7 @@ def verl_advantages(name: str, reward: Tensor, mask: Tensor, group: Tensor) -> T
     """Advantages (B, L) of a verl estimator, where the reward lies on each row's last sampled token."""
     from verl.trainer.config import AlgoConfig
 
+    # verl's estimators expect the reward where a completion ends
     last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
     on_token = torch.zeros(mask.shape, dtype=torch.float64)
     on_token[torch.arange(len(mask)), last] = reward.double()

@@ -120,12 +120,14 @@ def paired_difference(left: Sequence[float], right: Sequence[float], alpha: floa
         effect = 0.0 if mean == 0 else math.nan
         return PairedDifference(n, mean, -math.inf, math.inf, 1 - alpha, effect, wins)
     spread = math.sqrt(variance)
+    # Student's t: with a handful of seeds the normal interval is far too narrow
     half = student_t(1 - alpha / 2, n - 1) * spread / math.sqrt(n)
     return PairedDifference(n, mean, mean - half, mean + half, 1 - alpha, mean / spread, wins)
 
 
 def spent(looks: int, alpha: float) -> list[float]:
     """The error rate of each look, the first at two pairs; they sum to ``alpha``. Later looks have more data and get more."""
+    # fixed before the first look: spending by results would break the bound
     weights = [float(n) for n in range(1, looks + 1)]
     return [alpha * weight / sum(weights) for weight in weights]
 
@@ -243,6 +245,7 @@ def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: fl
         if outcome.seed in values[outcome.label]:
             raise SettingError(f"two runs of {outcome.label} have seed {outcome.seed}; give one of them")
         values[outcome.label][outcome.seed] = outcome.at(tokens)
+    # all pairs share the error rate (Bonferroni)
     every = list(combinations(labels, 2))
     pairs = tuple(ComparedPair(a, b, _difference(values[a], values[b], planned, alpha / len(every))) for a, b in every)
     largest, notes = max(outcome.tokens for outcome in outcomes), list[str]()

@@ -60,6 +60,7 @@ def compare_live(
             train(listen, **{**settings, **changes, "seed": seed, "out": str(out), "name": name})
             outcomes.append(read_outcome(out / name, label))
         comparison = compare_outcomes(outcomes, seeds, alpha)
+        # a seed takes about as long as the one before
         if comparison.decided or time.monotonic() + (time.monotonic() - began) > end:
             break
     assert comparison is not None

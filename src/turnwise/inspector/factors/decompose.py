@@ -72,6 +72,7 @@ def decompose(objective: Objective, planned: Batch, policy: Mapping[Signal, Fiel
     view, logp = MicroBatchView(planned, policy), policy[Signal.LOGP].x
     adv, weight = (planned[name].to(logp.dtype).at(TOKEN) for name in (Column.ADVANTAGE, Column.WEIGHT))
     ratio = objective.ratio(view)
+    # a leaf of its own separates what passes the ratio from what the gate adds directly
     leaf = ratio.map(lambda x: x.detach().clone().requires_grad_())
     gated = objective.gate(leaf, planned[Column.ADVANTAGE].to(logp.dtype), view)
     gain = (weight * (gated * adv)).at(TOKEN).x.sum()
@@ -79,6 +80,7 @@ def decompose(objective: Objective, planned: Batch, policy: Mapping[Signal, Fiel
     (through,) = _gradients(ratio.x, [logp], by_ratio)
     (ratio_slope,) = _gradients(ratio.x, [logp], torch.ones_like(ratio.x))
     credit = (weight * adv).sum(ratio.level)
+    # where credit is 0 the quotient is undefined, and `coupled` takes the whole
     slope = Field(ratio.tree, ratio.level, torch.where(credit.x != 0, by_ratio / credit.x, 0.0))
     product = credit.at(TOKEN).x * slope.at(TOKEN).x * ratio_slope
     return GradientFactors(
@@ -101,6 +103,7 @@ def _penalties(objective: Objective, view: MicroBatchView) -> dict[str, Tensor]:
     parts: dict[str, Tensor] = {}
     for i, weighted in enumerate(objective.penalties):
         size = float(view.batch[weighted.weight].item) if isinstance(weighted.weight, Weight) else weighted.weight
+        # its gradient needs the whole step and was computed when the step was planned
         if weighted.penalty.couples_trajectories:
             slope = view.batch[Column.PENALTY_GRADIENT, i].to(view.logp.x.dtype).x
         else:

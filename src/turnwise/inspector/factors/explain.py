@@ -143,6 +143,7 @@ def _peer_numbers(advantage: Term, batch: Batch, at: int) -> str:
     peers = f"group of {count:.0f}: mean reward {mean:.4g}, deviation {one(rewards.std(GROUP)):.4g}"
     if not isinstance(advantage, Standardise) or advantage.peers != GROUP or not isinstance(advantage.value, Outcome):
         return peers
+    # as the piece itself divides: with its correction and its epsilon
     divided = f" / ({one(rewards.std(GROUP, advantage.correction)):.4g} + {advantage.eps:g})" if advantage.scale else ""
     return f"({one(rewards):.4g} − {mean:.4g}){divided}; {peers}"
 

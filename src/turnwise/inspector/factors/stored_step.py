@@ -48,8 +48,8 @@ class StoredStep:
         self.run, self.step = run, step
         self.updates = run.token_columns(step)
         if not self.updates:
-            kept = run.kept_steps()
-            which = f"kept are steps {kept[0]} to {kept[-1]}" if kept else "this run kept none (see --keep-tokens)"
+            steps = run.kept_steps()
+            which = f"kept are steps {steps[0]} to {steps[-1]}" if steps else "this run kept none (see --keep-tokens)"
             raise StoreError(f"the token columns of step {step} are not stored; {which}")
         if not 0 <= update < len(self.updates):
             raise StoreError(f"step {step} has {len(self.updates)} kept updates; {update} is not one of them")
@@ -98,6 +98,7 @@ class StoredStep:
                 f"this method reads {', '.join(missing)}, which the run did not measure; choose a method that needs only "
                 "log-probabilities and entropies"
             )
+        # another method would have had another memory; it begins empty
         if not method and self.updates[0].memory:
             objective.memory.load_state_dict(dict(self.updates[0].memory))
         part = self._planned(objective, own_method=not method)

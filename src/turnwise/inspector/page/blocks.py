@@ -37,6 +37,7 @@ class ViewQuery:
         parsed: dict[str, Any] = {}
         for name in (f.name for f in fields(cls) if values.get(f.name)):
             value = values[name]
+            # the bound on length: int() of a long text takes quadratic time
             if name in WHOLE and (not value.lstrip("-").isdigit() or len(value) > 12):
                 raise SettingError(f"{name} is {value[:40]!r}; write a whole number")
             parsed[name] = int(value) if name in WHOLE else value[:500]
@@ -171,4 +172,5 @@ def as_json(value: Any) -> Any:
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item) for item in value]
+    # JSON has neither NaN nor infinity
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -32,6 +32,7 @@ def asset(name: str) -> str:
 @cache
 def environment() -> jinja2.Environment:
     loader = jinja2.FunctionLoader(lambda name: (FOLDER / "templates" / name).read_text(encoding="utf-8"))
+    # StrictUndefined: a misspelt field of a block is an error, not an empty page
     env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     env.filters |= {
         "number": charts.number,
@@ -54,6 +55,7 @@ def environment() -> jinja2.Environment:
 
 def tone(value: float) -> str:
     """CSS of a token's colour: a class by its sign and the strength as a variable."""
+    # the square root lifts small gradients, which would all look white beside the largest
     return f"--t:{min(1.0, abs(value)) ** 0.5:.2f}" if abs(value) >= COLOUR_FROM else ""
 
 

@@ -35,6 +35,7 @@ DEFAULT_FOLDER = "runs"
 LOOPBACK = "127.0.0.1"
 COOKIE = "turnwise-view"
 HEADERS = {
+    # inline styles: the strength of a token's colour is a CSS variable of its element
     "Content-Security-Policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -75,6 +76,7 @@ def export_view(run: RunReader, view: str, query: ViewQuery, target: str) -> Pat
     if not path.parent.is_dir():
         raise SettingError(f"there is no folder {path.parent}; make it, or choose another file")
     text = render_export(show_view(view, run, query), run.name)
+    # a reader, or a second export, never sees half a page
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="replace")
     return path
@@ -110,6 +112,7 @@ class InspectorApp:
         from starlette.responses import RedirectResponse
 
         if self._may_read(request, request.query_params.get("token", "")):
+            # without the token in the address: it would stay in the browser's history
             answer = RedirectResponse("/", status_code=303, headers=HEADERS)
             answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path="/")
             return answer
@@ -133,6 +136,7 @@ class InspectorApp:
             live = page.name == "overview" and run.summary is None
             return self._answer(render_page(page, run.name, runs, live), "text/html")
         answer = self._answer(render_export(page, run.name), "text/html")
+        # a name of a run may hold what a header or a file system does not accept
         safe = re.sub(r"[^A-Za-z0-9_.-]", "_", run.name)[:80]
         answer.headers["Content-Disposition"] = f'attachment; filename="{safe}-{page.name}.html"'
         return answer

@@ -56,6 +56,7 @@ def warm(run: RunReader, step: int, trajectory: str) -> threading.Thread:
     """Compute the factors of the update that read a trajectory, in the background. What fails here fails again on the click."""
 
     def work() -> None:
+        # nobody waits for this thread; the click reports the same failure
         with contextlib.suppress(TurnwiseError):
             factors_of(run, step, trajectory=trajectory)
 

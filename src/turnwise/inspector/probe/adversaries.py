@@ -142,6 +142,7 @@ def use_dialogue(lore: Lore) -> Iterator[Adversary]:
 def never_end(lore: Lore) -> Iterator[Adversary]:
     dawdle = lambda m: Action("wait" if m.turn % 2 else "hm")  # noqa: E731
     yield Adversary("never ends", "says 'wait' until the turns are used up", dawdle, blind=True)
+    # the shortest: no longer prefix is safe to be incomplete in every task
     length = min((len(e.actions) for e in lore.oracle_episodes), default=1)
     stuck = lambda m: Action("wait") if m.turn >= length - 1 else follow_oracle(m)  # noqa: E731
     yield Adversary("never ends", "does all but the oracle's last act, then waits", stuck)

@@ -104,6 +104,7 @@ class ProbePlayer:
 
     def play(self, task: ProbeTask, behaviour: Behaviour) -> ProbeEpisode:
         """An episode up to the turn limit. A fault of the environment ends it and is kept: training drops such an episode."""
+        # faulty episodes count too: they take their time
         self.played += 1
         messages: list[Message] = []
         actions: list[Action] = []

@@ -91,9 +91,9 @@ class ProbeReport:
         return "\n\n".join([*blocks, *(f"note: {note}" for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:
-        facts = {"behaviours": self.behaviours, "episodes": self.episodes, "seconds": round(self.seconds, 1)}
-        found = [finding.as_dict() for finding in self.findings]
-        return {"environment": self.environment, "ok": self.ok, **facts, "findings": found, "notes": list(self.notes)}
+        facts: dict[str, Any] = {"environment": self.environment, "ok": self.ok, "behaviours": self.behaviours}
+        facts |= {"episodes": self.episodes, "seconds": round(self.seconds, 1)}
+        return {**facts, "findings": [finding.as_dict() for finding in self.findings], "notes": list(self.notes)}
 
 
 def transcript(episode: ProbeEpisode) -> list[str]:
@@ -141,6 +141,7 @@ class _Probe:
 
     def run(self) -> ProbeReport:
         self.say("how the oracle plays")
+        # far from the attacked seeds: an adversary must not have seen the answers
         lore = gather_lore(self.player, self.tasks(1000, LORE_TASKS))
         explored = self.tasks(0, EXPLORED)
         deciding = self.tasks(500, DECIDING, "held_out")

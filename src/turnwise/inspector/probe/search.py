@@ -64,6 +64,7 @@ def search_acts(
         acts = _next(rng, pool, [acts for _, acts in best])
         key = tuple(act.label for act in acts)
         if key in seen:
+            # few acts: everything was tried
             if len(seen) > 50_000:
                 return
             continue
@@ -93,6 +94,7 @@ def _score(episodes: Sequence[ProbeEpisode], pay: OraclePay) -> float:
 def _next(rng: random.Random, pool: Sequence[Act], best: Sequence[ActSequence]) -> ActSequence:
     if not best or rng.random() < 0.3:
         return tuple(rng.choice(pool) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    # the better a sequence, the more often it is changed
     acts = list(best[min(int(rng.expovariate(0.3)), len(best) - 1)])
     kind, at = rng.random(), rng.randrange(len(acts))
     if kind < 0.4:

@@ -82,11 +82,13 @@ def judge(episodes: Sequence[ProbeEpisode], pay: OraclePay, blind: bool = False)
     if not measured:
         return None
     failed = [(e, oracle) for e, oracle in measured if fails_and_is_paid(e, oracle)]
+    # one failure may be a task that is easy to be paid in
     if len(failed) >= min(FAILURES, len(measured)):
         return _verdict(FAILS, failed, len(measured))
     if above(fmean(e.reward for e, _ in measured), fmean(oracle for _, oracle in measured)):
         return _verdict(MORE, [pair for pair in measured if above(pair[0].reward, pair[1])], len(measured))
     right = [(e, oracle) for e, oracle in measured if e.right and oracle > 0 and at_least(e.reward, oracle)]
+    # two equal answers may be luck; more, where the oracle's differ, are not
     constant = len({e.said for e, _ in measured}) == 1 and pay.varies and len(measured) > 2
     if (blind or constant) and len(right) >= NEARLY_ALL * len(measured):
         return _verdict(BLIND, right, len(measured))

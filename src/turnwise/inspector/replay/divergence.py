@@ -121,6 +121,7 @@ def _trajectory(x: Trajectory, y: Trajectory) -> tuple[str, int | None, int | No
             if a != b:
                 return "context", n, k, a, b
         for k in range(max(len(s.tokens), len(t.tokens))):
+            # log-probabilities before the next token: they differ first where arithmetic does
             for name in TOKEN_FIELDS:
                 a, b = (values[k] if k < len(values := getattr(turn, name)) else None for turn in (s, t))
                 if not _same(a, b):

@@ -119,6 +119,7 @@ def _check(settings: Settings, record: RunRecord, step: int, method: str, until:
         raise SettingError("--until belongs to --method: the run's own method is replayed for one step")
     if until and not step <= until <= settings.steps:
         raise SettingError(f"until is {until}; write a step from {step} to {settings.steps}, where the schedule ends")
+    # refused before a step is taken: no number of tries would repeat it
     if not settings.staleness.deterministic:
         raise SettingError(
             f"this run sampled as its tools answered (staleness {settings.staleness}), so its rollouts depended on timing and "
@@ -144,6 +145,7 @@ class _Replay:
         """Two stages: up to the step before, whose weights the other method starts from, then the step itself."""
         began, checkpoint = nearest_checkpoint(self.run_dir, step - 1)
         copy = copy_run(self.run_dir, keep or self.scratch / "same", checkpoint)
+        # with a checkpoint before the step: its weights are what another method starts from
         if began < step - 1:
             self._continue(copy, step - 1)
         self._continue(copy, step)
@@ -215,6 +217,7 @@ def _initial(run: RunDir) -> dict[str, torch.Tensor]:
 
 def _cosine(start: Mapping[str, torch.Tensor], a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
     """The cosine of the two changes of the weights; NaN where one of them is zero."""
+    # a critic that only one of the methods has is no part of the policy
     names = [name for name in a if name in b and name in start]
     if not names:
         return math.nan
@@ -304,6 +307,7 @@ def _converted(plan: Any, run: RunDir, tensors: Mapping[str, Any], state: Mappin
     )
     fresh = learner.checkpoint_state()
     names = fresh["tensors"]
+    # adapters, heads and moments that the other method does not have are left behind
     carried = {
         name: tensors[name]
         for name in tensors

@@ -86,6 +86,7 @@ def classify(history: Sequence[TaskRow]) -> str:
     """One word for a task's visits, in order of steps."""
     if len(history) < 2:
         return "seen once"
+    # thirds, not single visits: one lucky group is no learning
     size = max(1, len(history) // 3)
     first, last = _rate(history[:size]), _rate(history[-size:])
     rates = [_rate([row]) >= 0.5 for row in history]
@@ -121,6 +122,7 @@ def _by_difficulty(rows: Sequence[TaskRow]) -> LineChart:
 
 def _heat(histories: Sequence[tuple[str, list[TaskRow]]]) -> HeatMap:
     steps = sorted({row.step for _, rows in histories for row in rows})
+    # rounded up, so that at most BINS columns remain
     width = max(1, -(-len(steps) // BINS))
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
     values = []
@@ -171,6 +173,7 @@ def _paid(run: RunReader, step: int) -> Iterator[Any]:
         yield Note(f"Step {step} has no finished trajectory.")
         return
     rewards, lengths = np.array([r.reward or 0.0 for r in rows]), np.array([r.tokens for r in rows], float)
+    # a correlation needs spread on both sides
     best, both = float(rewards.max()), rewards.std() > 0 and lengths.std() > 0
     paid = [r for r in rows if r.success is False and (r.reward or 0.0) >= best and best > 0]
     facts: list[tuple[str, Cell]] = [

@@ -67,10 +67,10 @@ def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     yield from curves(rows, CURVES)
     if len(rows) >= 6:
         yield _changes(rows)
-    kept = run.kept_steps() if run.has_ledger else []
+    stored_steps = run.kept_steps() if run.has_ledger else []
     table = []
     for row in reversed(rows[-STEPS:]):
-        factors = Link("factors", "gradient", {"step": row.step}) if row.step in kept else None
+        factors = Link("factors", "gradient", {"step": row.step}) if row.step in stored_steps else None
         numbers = (row[name] for name in ("success", "reward", "entropy", "grad_norm", "seconds"))
         table.append((Link(str(row.step), "step", {"step": row.step}), *numbers, factors))
     columns = ("step", "success", "reward", "entropy", "gradient norm", "seconds", "tokens")
@@ -86,6 +86,7 @@ def _outcomes(run: RunReader) -> Iterator[LineChart]:
         series = Series("success", x, y, [b.low for b in bounds], [b.high for b in bounds])
         yield LineChart("Success", (series,), "share of trajectories, with Wilson's 95 % interval")
     if len(steps) > 1:
+        # of the mean: the deviation divided by the root of the number of trajectories
         half = [1.96 * s.deviation / math.sqrt(max(1, s.trajectories)) for s in steps]
         x, y = [float(s.step) for s in steps], [s.reward for s in steps]
         low, high = [a - b for a, b in zip(y, half)], [a + b for a, b in zip(y, half)]
@@ -102,6 +103,7 @@ def _changes(rows: Sequence[StepMetrics]) -> DataTable:
         a, b = ([v for row in part if (v := row[name]) is not None] for part in (early, late))
         if len(a) < 2 or len(b) < 2 or name.startswith(EXPECTED):
             continue
+        # Welch: early and late steps need not have the same variance
         error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
         distance = (statistics.fmean(b) - statistics.fmean(a)) / error if error > 0 else 0.0
         if abs(distance) >= CHANGED:
@@ -148,6 +150,7 @@ def search(run: RunReader, query: ViewQuery) -> Iterator[Any]:
 
 def waits(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """Seconds of a step in collecting, learning and publishing; seconds of a turn in sampling and in its tools."""
+    # a row of an evaluation alone has no seconds
     rows = [row for row in run.metrics() if row["seconds"] is not None]
     if not rows:
         yield Note("This run has not finished a step yet.")

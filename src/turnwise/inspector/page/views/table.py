@@ -41,6 +41,7 @@ def show_view(name: str, run: RunReader, query: ViewQuery) -> ViewPage:
     title, module = pages[name]
     if not run.has_ledger and name != "overview":
         return ViewPage(name, title, "", [Note(NO_ROLLOUTS)])
+    # a mixed run has both: rows of a file and trajectories
     if name in OF_ROLLOUTS and run.settings.get("data") and not run.trajectories(limit=1):
         return ViewPage(name, title, "", [Note(ROWS_OF_A_FILE)])
     if name == "step":  # the only page whose title says what it shows

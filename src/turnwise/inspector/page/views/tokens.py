@@ -80,13 +80,14 @@ def why(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     )
     columns: dict[str, Any] = {} if update is None else update.of(name)
     if update is None:
-        kept = run.kept_steps()
-        which = f"stored are steps {kept[0]} to {kept[-1]}" if kept else "this run kept none (--keep-tokens)"
+        steps = run.kept_steps()
+        which = f"stored are steps {steps[0]} to {steps[-1]}" if steps else "this run kept none (--keep-tokens)"
         missing = "The numbers of this trajectory's tokens are not stored: it was not trained on, or too long ago"
         yield Note(f"{missing}; {which}.", "warning")
     elif query.token >= 0:
         yield from _factors(run, step, name, query)
     slopes = [-float(x) for x in columns.get("slope", ())]  # of the objective, which rises where the loss falls
+    # 1 where every gradient is 0: nothing is coloured, and nothing divided by 0
     top = max((abs(x) for x in slopes), default=0.0) or 1.0
 
     def hint(i: int) -> str:
@@ -146,14 +147,15 @@ def _factors(run: RunReader, step: int, name: str, query: ViewQuery) -> Iterator
 
 def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """The same batch under another method: one update, from the same weights, on the same trajectories."""
-    kept = run.kept_steps()
-    if not kept:
+    steps = run.kept_steps()
+    if not steps:
         yield Note(NOT_KEPT)
         return
-    step, update, method = query.step_of(kept), max(0, query.update), str(run.settings.get("method", ""))
+    step, update, method = query.step_of(steps), max(0, query.update), str(run.settings.get("method", ""))
+    # one that every run can compute: it needs only log-probabilities
     other = query.method or next(name for name in ("gspo", "dr_grpo") if name != method)
     yield Choice("method", "another method", other, sorted(METHODS), {"step": step, "update": update})
-    yield Choice("step", "step", str(step), [str(s) for s in kept], {"method": other})
+    yield Choice("step", "step", str(step), [str(s) for s in steps], {"method": other})
     try:
         mine, theirs = (factors_of(run, step, name, update)[1] for name in ("", other))
     except TurnwiseError as error:
@@ -304,6 +306,7 @@ def _divergence(run: RunReader, group: Group) -> DataTable:
             continue
         ends = np.cumsum([len(turn.tokens) for turn in t.turns])
         turn = min(int(np.searchsorted(ends, at, side="right")), len(ends) - 1)
+        # a dozen tokens are enough to see how the two go on
         texts = ["".join(token_texts(run.path, part[at : at + 12]))[:DIVERGENCE_TEXT] for part in (first, ids)]
         rows.append((t.id, at, turn, *texts))
     columns = ("trajectory", "token", "turn", f"{members[0].id} says", "it says")
@@ -328,14 +331,14 @@ class TokenShare(NamedTuple):
 
 def gradient(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """Shares of Σ |∂ loss / ∂ log π| over the sampled tokens of one step, as the step applied it."""
-    kept = run.kept_steps()
-    if not kept:
+    steps = run.kept_steps()
+    if not steps:
         yield Note(NOT_KEPT)
         return
-    step = query.step_of(kept)
-    yield step_choice(step, kept)
-    if step not in kept:
-        yield Note(f"The tokens of step {step} are not stored; stored are steps {kept[0]} to {kept[-1]}.", "warning")
+    step = query.step_of(steps)
+    yield step_choice(step, steps)
+    if step not in steps:
+        yield Note(f"The tokens of step {step} are not stored; stored are steps {steps[0]} to {steps[-1]}.", "warning")
         return
     tokens = list(_tokens(run, step))
     total = sum(abs(t.slope) for t in tokens)
@@ -396,10 +399,10 @@ def answer_parts(texts: list[str]) -> list[str]:
 
 def policy(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """Whether the policy that is trained is the one that sampled, and how old the samples are."""
-    kept = run.kept_steps()
-    if kept:
-        step = query.step_of(kept)
-        yield step_choice(step, kept)
+    steps = run.kept_steps()
+    if steps:
+        step = query.step_of(steps)
+        yield step_choice(step, steps)
         yield from _gaps(run, step)
     else:
         yield Note("No token numbers are stored, so single steps cannot be compared (--keep-tokens).")

@@ -32,6 +32,7 @@ def token_texts(run: Path, ids: Sequence[int]) -> list[str]:
     if not path.is_file():
         return [f"[{number}]" for number in ids]
     tokenizer = _tokenizer(path)
+    # one by one: decoding together would join bytes of a character that tokens split
     texts = {number: tokenizer.decode([number], skip_special_tokens=False) for number in set(ids)}
     return [printable(texts[number]).replace("\n", "↵\n") or f"[{number}]" for number in ids]
 
