@@ -110,7 +110,14 @@ def _row(line: int, columns: Mapping[str, Any], environment: str, unused: Counte
         _require(values, "prompt", "completion")
         examples = [_completion(values["prompt"], values["completion"])]
     elif "messages" in values:
-        examples = [_dialogue(parse_messages(values["messages"], "messages"))]
+        messages = parse_messages(values["messages"], "messages")
+        turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        if not turns:
+            raise InvalidRow("messages holds no assistant message, so there is nothing to learn")
+        if turns[0] == 0:
+            raise InvalidRow("messages begins with the assistant; write a user or system message before it")
+        # every assistant turn is a training target; the messages before the first are the prompt
+        examples = [Example(tuple(messages[: turns[0]]), tuple(messages[turns[0] :]))]
     else:
         names = ", ".join(map(str, list(columns)[:6])) or "none"
         raise InvalidRow(f"columns {names}; write messages, or prompt and completion, or prompt, chosen and rejected")
@@ -173,16 +180,6 @@ def _call(value: Any, name: str) -> ToolCall:
         raise InvalidRow(
             f'a tool call of {name} is {_shown(value)}; write {{"function": {{"name": ..., "arguments": {{...}}}}}}'
         ) from None
-
-
-def _dialogue(messages: list[Message], name: str = "messages") -> Example:
-    """Every assistant turn is a training target; the messages before the first are the prompt."""
-    turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
-    if not turns:
-        raise InvalidRow(f"{name} holds no assistant message, so there is nothing to learn")
-    if turns[0] == 0:
-        raise InvalidRow(f"{name} begins with the assistant; write a user or system message before it")
-    return Example(tuple(messages[: turns[0]]), tuple(messages[turns[0] :]))
 
 
 def _completion(prompt: Any, completion: Any, name: str = "completion") -> Example:
@@ -251,7 +248,14 @@ def _pair_of_dialogues(chosen: list[Message], rejected: list[Message], prompt: A
 
 def _labelled(example: Example, values: Mapping[str, Any], side: str, unused: Counter[str]) -> Example:
     """The example with the labels of the other columns."""
-    columns = _side_columns(values, side)
+    columns = dict(values)
+    if side:  # of a pair, score_chosen or chosen_score is the score of one side, and none of the other
+        other = "rejected" if side == "chosen" else "chosen"
+        ends, starts = (f"_{side}", f"_{other}"), (f"{side}_", f"{other}_")
+        columns = {k: v for k, v in values.items() if not k.endswith(ends) and k not in (side, other)}
+        columns = {k: v for k, v in columns.items() if not k.startswith(starts)}
+        columns |= {k.removesuffix(ends[0]): v for k, v in values.items() if k.endswith(ends[0])}
+        columns |= {k.removeprefix(starts[0]): v for k, v in values.items() if k.startswith(starts[0])}
     facts: dict[str, float | str] = {}
     for name, value in columns.items():
         if name in COLUMNS:
@@ -284,18 +288,6 @@ def _labelled(example: Example, values: Mapping[str, Any], side: str, unused: Co
         answer,
         facts,
     )
-
-
-def _side_columns(values: Mapping[str, Any], side: str) -> dict[str, Any]:
-    """The columns of one side of a pair: ``score_chosen`` is its ``score``; without a side, all of them."""
-    if not side:
-        return dict(values)
-    other = "rejected" if side == "chosen" else "chosen"
-    shared = {k: v for k, v in values.items() if not k.endswith((f"_{side}", f"_{other}")) and k not in (side, other)}
-    shared = {k: v for k, v in shared.items() if not k.startswith((f"{side}_", f"{other}_"))}
-    of_side = {k.removesuffix(f"_{side}"): v for k, v in values.items() if k.endswith(f"_{side}")}
-    of_side |= {k.removeprefix(f"{side}_"): v for k, v in values.items() if k.startswith(f"{side}_")}
-    return shared | of_side
 
 
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:

@@ -99,7 +99,18 @@ def majority(completions: list[Any], *, pattern: str = "", ignore_case: bool = T
     answer is what it matches last (its first group, where it has one); an answer without a match is wrong and has no vote.
 
     Of equally frequent answers, the one that reaches their count first is the label."""
-    votes = [_vote(_last_text(completion), pattern, ignore_case) for completion in completions]
+    votes: list[str | None] = []
+    for completion in completions:
+        text = completion
+        if not isinstance(completion, str):  # a dialogue: the last message by the policy
+            spoken = [str(m.get("content") or "") for m in completion if m.get("role") == "assistant"]
+            text = spoken[-1] if spoken else ""
+        if not pattern:
+            votes.append(normalise(final_answer(text), ignore_case) or None)
+            continue
+        matches = list(re.finditer(pattern, text[-MAX_TEXT:], re.DOTALL))
+        answer = matches[-1][1 if matches[-1].re.groups else 0] or "" if matches else None
+        votes.append(None if answer is None else normalise(answer, ignore_case))
     label = majority_vote(votes)
     return [float(vote is not None and vote == label) for vote in votes]
 
@@ -114,23 +125,6 @@ def majority_vote(votes: Sequence[str | None]) -> str | None:
             if reached[vote] == most:
                 return vote
     return None
-
-
-def _last_text(completion: Any) -> str:
-    """The text of an answer, or of its last message by the policy."""
-    if isinstance(completion, str):
-        return completion
-    spoken = [str(m.get("content") or "") for m in completion if m.get("role") == "assistant"]
-    return spoken[-1] if spoken else ""
-
-
-def _vote(text: str, pattern: str, ignore_case: bool) -> str | None:
-    if not pattern:
-        return normalise(final_answer(text), ignore_case) or None
-    matches = list(re.finditer(pattern, text[-MAX_TEXT:], re.DOTALL))
-    if not matches:
-        return None
-    return normalise(matches[-1][1 if matches[-1].re.groups else 0] or "", ignore_case)
 
 
 def _check_pattern(reward: str, pattern: str = "", **_: Any) -> None:

@@ -141,10 +141,8 @@ class JudgeQuestion:
 
 def complaint(fault: VerdictError) -> Message:
     """What a judge is told about a reply that is no verdict."""
-    return {
-        "role": "user",
-        "content": f"error: {fault}. Reply again, with JSON in the form asked for and nothing else.",
-    }
+    words = f"error: {fault}. Reply again, with JSON in the form asked for and nothing else."
+    return {"role": "user", "content": words}
 
 
 def as_text(transcript: Transcript) -> str:
@@ -174,12 +172,8 @@ def _digest(*parts: str) -> str:
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    closed = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": dict(properties), **closed}
 
 
 def _json_of(reply: str) -> Any:

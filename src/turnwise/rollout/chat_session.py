@@ -164,9 +164,8 @@ class LocalChat:
                 session.close()
         tokens = list(done.tokens)
         action = self.renderer.append_sampled(dialogue, tokens)
-        return ChatReply(
-            action.text, action.calls, action.faults, stop=done.stop, tokens=len(tokens), seconds=done.seconds
-        )
+        counts: dict[str, Any] = {"stop": done.stop, "tokens": len(tokens), "seconds": done.seconds}
+        return ChatReply(action.text, action.calls, action.faults, **counts)
 
     def close(self) -> None:
         """The generator is closed by whoever made it."""

@@ -247,9 +247,11 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
     def store(value: Tensor, path: str) -> str:
         tensor = value.detach().cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
+        pointer, name = tensor.untyped_storage().data_ptr(), path or "value"
+        while name in tensors:  # {"a.b": x} and {"a": {"b": y}} have the same path
+            name += "'"
         # safetensors refuses tensors that share memory (tied weights)
-        tensors[name := _unused_name(path, tensors)] = tensor.clone() if pointer in storages else tensor
+        tensors[name] = tensor.clone() if pointer in storages else tensor
         storages.add(pointer)
         return name
 
@@ -299,11 +301,3 @@ def _plain(value: Any, path: str) -> Any:
         f"a checkpoint cannot hold a {type(value).__name__} (at {path!r}); "
         "use tensors, arrays, numbers, text, lists, tuples and dicts"
     )
-
-
-def _unused_name(path: str, taken: Mapping[str, Tensor]) -> str:
-    """``{"a.b": x}`` and ``{"a": {"b": y}}`` map to the same path: append an apostrophe."""
-    name = path or "value"
-    while name in taken:
-        name += "'"
-    return name

@@ -48,12 +48,19 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
     columns: dict[str, Any] = {}
     parts: list[bytes] = []
     if any(turn.routes for turn in trajectory.turns):
-        columns[ROUTES], packed = _pack_routes(trajectory.turns)
-        parts.append(packed)
+        rows = [row for turn in trajectory.turns for row in turn.routes]
+        experts = np.frombuffer(b"".join(rows), "<i2")
+        # a byte each where there are at most 256 experts; int16 as in ``Turn`` otherwise
+        kind = "|u1" if experts.size and int(experts.min()) >= 0 and int(experts.max()) < 256 else "<i2"
+        columns[ROUTES] = [kind, [len(turn.routes) for turn in trajectory.turns], len(rows[0]) // 2]
+        parts.append(experts.astype(kind).tobytes())
     if any(turn.kept for turn in trajectory.turns):
-        for name, (column, packed) in _pack_kept(trajectory.turns).items():
-            columns[name] = column
-            parts.append(packed)
+        ids = [np.frombuffer(b"".join(turn.kept), "<i4") for turn in trajectory.turns]
+        kind, packed = _pack_integers(np.concatenate(ids).tolist())
+        sizes, packed_sizes = _pack_integers([len(row) // 4 for turn in trajectory.turns for row in turn.kept])
+        columns[KEPT] = [kind, [len(x) for x in ids]]
+        columns[KEPT_SIZES] = [sizes, [len(turn.kept) for turn in trajectory.turns]]
+        parts += [packed, packed_sizes]
     for name in (*INTEGER_COLUMNS, *FLOAT_COLUMNS):
         values: list[Sequence[Any]] = [getattr(turn, name) for turn in trajectory.turns]
         flat = values[0] if len(values) == 1 else list(chain.from_iterable(values))
@@ -146,25 +153,6 @@ def _pack_integers(values: Sequence[int]) -> tuple[str, bytes]:
         with contextlib.suppress(struct.error):
             return kind, struct.pack(f"<{len(values)}{letter}", *values)
     return widest, struct.pack(f"<{len(values)}{widest_letter}", *values)
-
-
-def _pack_routes(turns: Sequence[Turn]) -> tuple[list[Any], bytes]:
-    """``[type, rows of each turn, experts of a row]``, and the packed experts; a byte each where there are at most 256."""
-    rows = [row for turn in turns for row in turn.routes]
-    experts = np.frombuffer(b"".join(rows), "<i2")
-    kind = "|u1" if experts.size and int(experts.min()) >= 0 and int(experts.max()) < 256 else "<i2"
-    return [kind, [len(turn.routes) for turn in turns], len(rows[0]) // 2], experts.astype(kind).tobytes()
-
-
-def _pack_kept(turns: Sequence[Turn]) -> dict[str, tuple[list[Any], bytes]]:
-    """``[type, ids of each turn]`` and the packed ids; the same for the sizes of its sets."""
-    ids = [np.frombuffer(b"".join(turn.kept), "<i4") for turn in turns]
-    kind, packed = _pack_integers(np.concatenate(ids).tolist())
-    sizes, packed_sizes = _pack_integers([len(row) // 4 for turn in turns for row in turn.kept])
-    return {
-        KEPT: ([kind, [len(x) for x in ids]], packed),
-        KEPT_SIZES: ([sizes, [len(turn.kept) for turn in turns]], packed_sizes),
-    }
 
 
 def _pack_floats(values: Sequence[float]) -> tuple[str, bytes]:

@@ -341,12 +341,11 @@ class HeadedJson(ToolSyntax):
             return None
         try:
             call, end = self._call(text, begin + len(self.call_open))
-            calls, faults = (call,), ()
         except CallFault as fault:
             close = text.find(self.call_close, begin) if self.call_close else -1
             end = len(text) if close < 0 else close + len(self.call_close)
-            calls, faults = (), (str(fault),)
-        return Block(*with_section(self.section, text, start, begin, end), calls, faults)
+            return Block(*with_section(self.section, text, start, begin, end), (), (str(fault),))
+        return Block(*with_section(self.section, text, start, begin, end), (call,))
 
     def _call(self, text: str, at: int) -> tuple[ToolCall, int]:
         header = re.compile(self.header).match(text, at)
