@@ -99,7 +99,7 @@ class InspectorApp:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        answers = {
+        answers: dict[str, Callable[..., Any]] = {
             "/": self.index,
             "/static/{name}": self.static,
             "/r/{run:int}/export/{view}": partial(self.page, export=True),

@@ -132,7 +132,7 @@ def use_dialogue(lore: Lore) -> Iterator[Adversary]:
     yield Adversary("long answer", "writes four hundred empty words", say(filler), blind=True)
     padded = {"after": lambda text: f"{text} {filler}", "before": lambda text: filler + text}
     for label, pad in padded.items():
-        behaviour = change_oracle(lambda action, _, pad=pad: Action(pad(action.text), action.calls))
+        behaviour = change_oracle(lambda a, _, pad=pad: Action(pad(a.text), a.calls))  # type: ignore[misc]
         yield Adversary("long answer", f"pads the oracle's actions with empty words {label} them", behaviour)
 
 

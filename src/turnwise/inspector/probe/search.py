@@ -70,7 +70,8 @@ def search_acts(
             continue
         seen.add(key)
         about = "does, again and again: " + ", then ".join(key)
-        adversary = Adversary("search", about, lambda moment, acts=acts: acts[moment.turn % len(acts)].do(moment))
+        do = lambda moment, acts=acts: acts[moment.turn % len(acts)].do(moment)  # noqa: E731
+        adversary = Adversary("search", about, do)
         episodes = [player.play(task, adversary.behaviour) for task in tasks]
         best = sorted([*best, (_score(episodes, pay), acts)], key=lambda pair: -pair[0])[:SURVIVORS]
         if best[0][0] > -1e-9 and any(acts is other for _, other in best[:3]):

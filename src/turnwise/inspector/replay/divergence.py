@@ -94,7 +94,7 @@ def step_divergences(left: RunRecord, right: RunRecord, step: int) -> Iterator[D
     for a, b in zip_longest(left.groups(step), right.groups(step)):
         if a is None or b is None or a.task != b.task:
             tasks = ["none" if group is None else group.task.key for group in (a, b)]
-            yield Divergence(step, "task", *tasks, task=(a or b).task.key)
+            yield Divergence(step, "task", tasks[0], tasks[1], task=(a or b).task.key)
             break  # what follows are other tasks
         for x, y in zip_longest(a.trajectories, b.trajectories):
             if x is None or y is None:
@@ -185,7 +185,8 @@ def bisect_runs(left: str | Path, right: str | Path) -> Bisection:
     """Compare two runs from their start: the weights that both begin with, then step by step."""
     a, b = RunRecord.read(left), RunRecord.read(right)
     digests = [_digest(record.path / "initial" / "model.safetensors") for record in (a, b)]
-    first = Divergence(0, "initial weights", *digests) if digests[0] != digests[1] else first_divergence(a, b)
+    first = Divergence(0, "initial weights", digests[0], digests[1]) if digests[0] != digests[1] else None
+    first = first or first_divergence(a, b)
     steps = len({*a.metrics, *b.metrics}) if first is None else first.step
     causes = _differing(*(RunDir(record.path).metadata()["settings"] for record in (a, b)))
     started = [_started(record.path) for record in (a, b)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -211,7 +212,7 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
                 run,
                 run.trajectory(name),
                 [v / top for v in values],
-                lambda i, values=values: f"gradient {values[i]:.4g}",
+                lambda i, values=values: f"gradient {values[i]:.4g}",  # type: ignore[misc]
                 lambda i: token_link("", name, step, i),
                 title=f"{name} under {label}",
             )
@@ -316,7 +317,8 @@ def _divergence(run: RunReader, group: Group) -> DataTable:
 # ------------------------------------------------------------------- gradient
 
 
-class TokenShare(NamedTuple):
+@dataclass(frozen=True)
+class TokenShare:
     """One token's gradient and where it stands."""
 
     trajectory: Trajectory
