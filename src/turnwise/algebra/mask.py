@@ -45,12 +45,11 @@ class AllTokens(Mask):
 
 
 class OneSided(Mask):
-    """Masks a token once its ratio has moved far enough in the direction of A: A ≥ 0 keeps ρ ≤ 1 + high, A ≤ 0 keeps ρ ≥ 1 − low.
-
-    ``ratio``: test this ratio instead of the objective's."""
+    """A token is masked once its ratio has moved far in the direction of A: A ≥ 0 keeps ρ ≤ 1 + high, A ≤ 0 keeps ρ ≥ 1 − low."""
 
     low: float = 0.2
     high: float = 0.2
+    # test this ratio instead of the objective's
     ratio: Ratio | None = None
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:

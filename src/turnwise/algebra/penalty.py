@@ -53,13 +53,12 @@ class WeightedPenalty(Piece):
 
 
 class KL(Penalty):
-    """KL(π‖reference) by a single-sample estimator (see maths/divergences.py for bias and gradients).
-
-    ``to``: another frozen policy instead: PREVIOUS, PROXIMAL. ``corrected`` multiplies by the ratio π/μ, so that the gradient
-    of k3 (and k1) is that of the reverse KL also on off-policy data."""
+    """KL(π‖reference) by a single-sample estimator (see maths/divergences.py for bias and gradients)."""
 
     estimator: str = choice(*ESTIMATORS, default="k3")
+    # another frozen policy instead: PREVIOUS, PROXIMAL
     to: Signal = Signal.REFERENCE
+    # multiplies by the ratio π/μ, so that the gradient of k3 (and k1) is that of the reverse KL also on off-policy data
     corrected: bool = False
 
     @property
@@ -80,13 +79,12 @@ class SquaredLogRatio(Penalty):
 
 
 class ClippedValueLoss(Penalty):
-    """½ max( (v − G)², (clip(v, v_old ± clip) − G)² ): the critic's regression to its target G, with PPO's value clip.
-
-    ``finished``: only on episodes that were not truncated (their return is known), as a mean over those tokens."""
+    """½ max( (v − G)², (clip(v, v_old ± clip) − G)² ): the critic's regression to its target G, with PPO's value clip."""
 
     reads = frozenset({Signal.VALUE, Signal.OLD_VALUE})
     target: Term
     clip: float = number(0.5, above=0, why="inf for off")
+    # only on episodes that were not truncated (their return is known), as a mean over those tokens
     finished: bool = False
 
     def plan(self, view: StepView) -> dict[object, Field]:

@@ -46,13 +46,12 @@ def mismatch(view: MicroBatchView, level: Level = TOKEN) -> Field:
 
 
 class Importance(Ratio):
-    """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's.
-
-    ``proximal``: compare with the policy at the start of this batch instead of the behaviour policy. ``cap``: largest log ρ
-    (each token's log ratio is also clamped to ±20)."""
+    """ρ = exp( mean over the level of log π − log μ ): TOKEN is PPO's, TURN the turn ratio, TRAJECTORY is GSPO's."""
 
     level: Level = TOKEN
+    # compare with the policy at the start of this batch instead of the behaviour policy
     proximal: bool = False
+    # largest log ρ (each token's log ratio is also clamped to ±20)
     cap: float = LOG_RATIO_LIMIT
 
     @property
@@ -79,9 +78,10 @@ class Product(Ratio):
 class PerToken(Ratio):
     """The value of a coarser ratio with each token's own gradient: sg[ρ] · exp(log π − sg[log π]).
 
-    A token keeps its own advantage instead of the mean over its turn. ``cap``: no gradient above this log ρ."""
+    A token keeps its own advantage instead of the mean over its turn."""
 
     ratio: Ratio
+    # no gradient above this log ρ
     cap: float = LOG_RATIO_LIMIT
 
     @property

@@ -109,12 +109,12 @@ def token_reward(batch: Batch) -> Field:
 class GAE(Term):
     """δₜ = rₜ + γ vₜ₊₁ − vₜ,  Aₜ = δₜ + γλ Aₜ₊₁, over the *sampled* tokens of a trajectory; context is skipped.
 
-    A turn's reward is on its last token. ``bootstrap``: the value after the last token of a truncated episode is the value
-    before it (extended GAE); otherwise it is 0. At TOKEN."""
+    A turn's reward is on its last token. At TOKEN."""
 
     reads = frozenset({Signal.OLD_VALUE})
     gamma: float = number(1.0, least=0, most=1)
     lam: float = number(0.95, least=0, most=1)
+    # the value after the last token of a truncated episode is the value before it (extended GAE); otherwise it is 0
     bootstrap: bool = False
 
     def __call__(self, batch: Batch) -> Field:

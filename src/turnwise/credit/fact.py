@@ -21,12 +21,11 @@ from turnwise.core.levels import Level
 
 
 class Fact(Term):
-    """A recorded number (or the code of a recorded label) by name: ``Fact("planner", TURN, missing=1.0)``.
-
-    ``missing`` fills in where it was not recorded; without ``missing`` the fact is required."""
+    """A recorded number (or the code of a recorded label) by name: ``Fact("planner", TURN, missing=1.0)``."""
 
     name: str
     level: Level = TRAJECTORY
+    # fills in where it was not recorded; without ``missing`` the fact is required
     missing: float | None = None
 
     @property

@@ -30,13 +30,12 @@ from turnwise.maths.lazy_torch import torch
 
 
 class ToolCallBonus(Term):
-    """min(1, rate · n) · ½(1 + cos(πt/T)), n tool calls, t batches so far: 0 from T = ``horizon`` on. At TRAJECTORY.
-
-    ``per_turn``: n is the number of turns that call a tool, however many calls each makes."""
+    """min(1, rate · n) · ½(1 + cos(πt/T)), n tool calls, t batches so far: 0 from T = ``horizon`` on. At TRAJECTORY."""
 
     requires = frozenset({"tools"})
     rate: float = 0.1
     horizon: float = number(200.0, above=0)
+    # n is the number of turns that call a tool, however many calls each makes
     per_turn: bool = True
 
     def __call__(self, batch: Batch) -> Field:

@@ -413,8 +413,7 @@ class SlidingWindow(PoolSampler):
     μ ← μ + clip(step·tanh(slope·(accuracy/best − target)) + step·tanh(slope·concentration), 0, furthest).
 
     Tasks are ranked by the angles between hidden states of their prompts, which a run measures before its first step
-    (``set_scores``; by difficulty until then). ``concentration`` of responses is not measured: its term is 0. ``inter`` is the
-    weight of a score's second part."""
+    (``set_scores``; by difficulty until then). ``concentration`` of responses is not measured: its term is 0."""
 
     live = _Window
     width: float = number(1000.0, above=0)
@@ -423,6 +422,7 @@ class SlidingWindow(PoolSampler):
     target: float = 0.5
     furthest: float = 1000.0
     best: float = number(1.0, above=0)
+    # is the weight of a score's second part
     inter: float = 8.0
 
     measures: ClassVar = "angles"

@@ -606,14 +606,13 @@ def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Rec
 
 class PerplexityWeighted(Term):
     """w · term, w = PPL^{±1/τ} / Σ over the selected trajectories of a group, 0 elsewhere; PPL = exp(−mean
-    log-probability).
-
-    ``favour_high``: a higher perplexity weighs more (+), else a lower one (−). ``signal``: whose log-probability,
-    PROXIMAL for the policy at the start of this batch, TEACHER for the teacher."""
+    log-probability)."""
 
     term: Term
     selector: Selector
+    # whose log-probability, PROXIMAL for the policy at the start of this batch, TEACHER for the teacher
     signal: Signal = Signal.PROXIMAL
+    # a higher perplexity weighs more (+), else a lower one (−)
     favour_high: bool = True
     tau: float = number(1.0, above=0)
 

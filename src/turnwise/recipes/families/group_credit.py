@@ -59,13 +59,13 @@ class StandardiseByMedian(Term):
     """A = (R − m)/(d + ε), m the median return of the group and d the median of |R − m|, so that one outlier moves
     neither.
 
-    Both medians are members of the group: of an even number, the lower of the middle two. ``rescale`` multiplies
-    non-zero A by members / members with A ≠ 0. ``fallback`` uses d = 1 where d = 0: that is the case whenever most
-    returns are equal, and the others then get ±1/ε."""
+    Both medians are members of the group: of an even number, the lower of the middle two."""
 
     compares_peers = True
     eps: float = number(1e-3, above=0)
+    # non-zero A times members / members with A ≠ 0
     rescale: bool = False
+    # d = 1 where d = 0: that is the case whenever most returns are equal, and the others then get ±1/ε
     fallback: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -202,13 +202,12 @@ def bnpo(
 
 
 class SumOfStandardised(Term):
-    """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike.
-
-    ``total_std`` divides the sum by Σₖ wₖ stdᵏ + ε instead: a reward weighs as much as it varies there."""
+    """A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε) within the group: rewards of different scales weigh alike."""
 
     compares_peers = True
     rewards: WeightedRewards = field(default_factory=WeightedRewards)
     eps: float = 1e-4
+    # divides the sum by Σₖ wₖ stdᵏ + ε instead: a reward weighs as much as it varies there
     total_std: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -532,13 +531,12 @@ def stratified_grpo(
 
 
 class StandardiseByMeanDeviation(Term):
-    """A = (v − mean)/(mean |v − mean| + ε) within the group: the size of the update does not depend on the success rate.
-
-    ``summed`` is n (v − mean)/(Σ |v − mean| + ε): the same with an ε that is n times smaller."""
+    """A = (v − mean)/(mean |v − mean| + ε) within the group: the size of the update does not depend on the success rate."""
 
     compares_peers = True
     value: Term = field(default_factory=Outcome)
     eps: float = 1e-4
+    # n (v − mean)/(Σ |v − mean| + ε): the same with an ε that is n times smaller
     summed: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -550,14 +548,12 @@ class StandardiseByMeanDeviation(Term):
 
 class DifficultyWeighted(Term):
     """λA, λ = B softmax(−p/softness) over the B groups whose returns differ, 0 for the other groups; p is the group
-    mean of the reward ``accuracy`` (None: of the return; p = 0 counts as 1, because then only other rewards vary).
-
-    ``valid_tokens`` multiplies by all tokens / tokens of the B groups, so that a token mean runs over these groups
-    alone."""
+    mean of the reward ``accuracy`` (None: of the return; p = 0 counts as 1, because then only other rewards vary)."""
 
     term: Term
     softness: float = number(2.0, above=0)
     accuracy: str | None = None
+    # multiplies by all tokens / tokens of the B groups, so that a token mean runs over these groups alone
     valid_tokens: bool = True
 
     @property
@@ -620,8 +616,8 @@ class PairwiseCalibration(Term):
     """A = Σ over wrong peers of σ((l′ − l)/τ) for a right trajectory, −Σ over right peers of σ((l − l′)/τ) for a wrong
     one: credit where the mean log-probability l ranks a pair wrongly.
 
-    ``scaled`` keeps the factor 1/τ. A right trajectory with reference perplexity above ``high`` and a wrong one below
-    ``low`` get 0, but stay in the pairs of others."""
+    A right trajectory with reference perplexity above ``high`` and a wrong one below ``low`` get 0, but stay in the pairs of
+    others."""
 
     reads = frozenset({Signal.REFERENCE})
     requires = frozenset({"verdict"})
@@ -629,6 +625,7 @@ class PairwiseCalibration(Term):
     tau: float = number(0.6, above=0)
     high: float = number(2.5, least=0)
     low: float = number(1.05, least=0)
+    # keeps the factor 1/τ
     scaled: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -669,12 +666,13 @@ class DisagreementWeighted(Term):
     """wA, w = σ(k (H − b)), H the entropy of the group's answers: comparison within the group counts where answers
     differ.
 
-    ``forced``: w = 0 where A is 0. With ``across`` the result is (1 − w) · across, for the groups that agree."""
+    With ``across`` the result is (1 − w) · across, for the groups that agree."""
 
     term: Term
     same: Peers = field(default_factory=lambda: SameFact("answer"))
     b: float = 0.5
     k: float = 1.0
+    # w = 0 where A is 0
     forced: bool = False
     across: Term | None = None
 
@@ -704,9 +702,9 @@ class ConsistencyAdvantage(Term):
 class ClipEachPart(Gate):
     """Clips each part of a sum advantage by its own sign: w = s clip(ρ; part) + (1 − s) clip(ρ; A − part), s = part/A.
 
-    ``part`` is planned over whole groups. The objective is the sum of two clipped objectives; where the parts cancel
-    exactly, it is 0."""
+    The objective is the sum of two clipped objectives; where the parts cancel exactly, it is 0."""
 
+    # planned over whole groups: a micro-batch may hold a part of one
     part: Term
     low: float = number(0.2, least=0, most=1, why="ratios below 1 − low are cut")
     high: float = number(0.2, least=0, why="ratios above 1 + high are cut")
@@ -911,10 +909,10 @@ class PublicBaseline(Term):
     """A = Rᵢⱼ − mean over all agents of one function in all rollouts of the group, Rᵢⱼ the return of agent j in rollout
     i: each acting agent counts once, however many turns it took. At TURN.
 
-    The turn fact ``function`` names the function; without it each agent is its own function. ``scale`` divides by the
-    std. A single return gets 0."""
+    The turn fact ``function`` names the function; without it each agent is its own function. A single return gets 0."""
 
     compares_peers = True
+    # divides by the std
     scale: bool = False
     eps: float = 1e-6
 
@@ -1026,11 +1024,11 @@ def mssr(
 class LeaveOneOutProbeBaseline(Term):
     """A = R − mean of a probe's predictions from the *other* rollouts of the group: independent of this one, so unbiased.
 
-    ``normalise`` then applies (A − mean)/(std + ε) over the batch. A rollout without others gets 0 and stays out of
-    that mean and std."""
+    A rollout without others gets 0."""
 
     reads = frozenset({Signal.REWARD_PROBE})
     compares_peers = True
+    # (A − mean)/(std + ε) over the batch, of the rollouts that have others
     normalise: bool = True
     eps: float = 1e-6
 

@@ -479,12 +479,12 @@ def discopop(beta: float = 0.05, tau: float = 0.05, pairs: Literal["told", "form
 class SortedPreferenceLoss(Penalty):
     """Loss of sorted scores: the k-th smallest of one side against the k-th smallest of the other, over all pairs of a step.
 
-    First-order stochastic dominance instead of an order within each pair. ``paired``: the margins of the policy against the
-    margins of the reference; otherwise the chosen against the rejected."""
+    First-order stochastic dominance instead of an order within each pair."""
 
     reads = frozenset({Signal.REFERENCE})
     couples_trajectories = True
     loss: PairLoss
+    # the margins of the policy against the margins of the reference; otherwise the chosen against the rejected
     paired: bool = True
     pairs: PairSelector = field(default_factory=LabelledPairs)
 

@@ -370,12 +370,12 @@ def gcpo(
 class ShapleyInformationGain(Term):
     """G = Σ ω over the pieces of information in the answer to a question; 0 for turns that ask nothing. At TURN.
 
-    ω = softmax(φ / temperature), φₖ the Shapley value of piece k, the fact ``worth k`` of the trajectory, k = 0, 1 …;
-    the turn fact ``uncovered`` has bit k set for each piece k in the answer. ``first_time_only``: pieces from earlier
-    turns do not count."""
+    ω = softmax(φ / temperature), φₖ the Shapley value of piece k, the fact ``worth k`` of the trajectory, k = 0, 1 …; the
+    turn fact ``uncovered`` has bit k set for each piece k in the answer."""
 
     requires = frozenset({"turn fact question", "turn fact uncovered", "fact worth 0"})
     temperature: float = number(2.0, above=0)
+    # pieces from earlier turns do not count
     first_time_only: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -476,12 +476,12 @@ def _calls(batch: Batch) -> Field:
 class ToolEfficiencyReward(Term):
     """scale · f for solved trajectories, 0 for others, from m tool calls and n, the fewest that ever solved the task.
 
-    f = sin(π m / (m + n)), which is 1 at m = n; where n = 0, cos(π m / (2m + slack)). ``cosine_only``: always the
-    cosine."""
+    f = sin(π m / (m + n)), which is 1 at m = n; where n = 0, cos(π m / (2m + slack))."""
 
     requires = frozenset({"tools"})
     scale: float = 1.0
     slack: float = number(4.0, above=0)
+    # always the cosine
     cosine_only: bool = False
 
     def initial_state(self) -> State:

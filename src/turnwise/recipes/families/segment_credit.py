@@ -270,10 +270,10 @@ ROUNDING = 1e-12
 class TreeValueDifference(ForkTerm):
     """A = V(end) − V(start) of each segment between forks. At TOKEN.
 
-    V of a leaf is its return, V of a cut the mean over its branches of V where they end. ``scale`` divides by the std
-    of those V plus ε."""
+    V of a leaf is its return, V of a cut the mean over its branches of V where they end."""
 
     compares_peers = True
+    # divides by the std of those V plus ε
     scale: bool = False
     eps: float = 1e-8
 
@@ -331,11 +331,10 @@ class PathReturn(ForkTerm):
 
 
 class MeanOverPaths(ForkTerm):
-    """The mean of ``term`` over all trajectories that pass through a token. At TOKEN.
-
-    ``copies``: their sum, as if each trajectory had its own copy of the shared tokens."""
+    """The mean of ``term`` over all trajectories that pass through a token. At TOKEN."""
 
     term: Term
+    # their sum, as if each trajectory had its own copy of the shared tokens
     copies: bool = False
 
     def __call__(self, batch: Batch) -> Field:
@@ -627,10 +626,10 @@ class TurnValueDifference(Term):
     """A = V(after) − V(before) of each turn, V the critic's estimate before its first token; after the last turn V is
     the return.
 
-    A turn without tokens is no step: the turn before it continues with what follows. ``probability``: V is the sigmoid of the
-    estimate. At TURN."""
+    A turn without tokens is no step: the turn before it continues with what follows. At TURN."""
 
     reads = frozenset({Signal.OLD_VALUE})
+    # V is the sigmoid of the estimate
     probability: bool = False
 
     def __call__(self, batch: Batch) -> Field:

@@ -434,11 +434,12 @@ class ScaleByEffectiveSamples(Gradient):
 class MinimumVarianceBaseline(Term):
     """A = R − b*, b* = Σ ω R / Σ ω over the group, with ω = ‖∇ log π‖² (times w² for off-policy data).
 
-    b* minimises the variance of the gradient. ``offpolicy``: w = π_prox(y)/μ(y), the product over the trajectory.
-    ``scale`` divides by the population std of the group. A group of one gets 0."""
+    b* minimises the variance of the gradient. A group of one gets 0."""
 
     compares_peers = True
+    # w = π_prox(y)/μ(y), the product over the trajectory
     offpolicy: bool = False
+    # divides by the population std of the group
     scale: bool = False
     eps: float = 1e-6
 

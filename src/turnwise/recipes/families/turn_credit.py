@@ -338,11 +338,11 @@ class FeedbackInformationGain(Term):
     """Iₖ = mean over the tokens of turn k + 1 of log μ(y) − log π(y | feedback to turn k masked): how much the
     environment's feedback to turn k changed the next turn. Credited to turn k. At TOKEN.
 
-    ``shared``: divided by the number of tokens of turn k. Exactly 0 where there was no feedback, none of it was masked,
-    or no token follows."""
+    Exactly 0 where there was no feedback, none of it was masked, or no token follows."""
 
     reads = frozenset({Signal.LOGP_WITHOUT_FEEDBACK})
     requires = frozenset({"feedback"})
+    # divided by the number of tokens of turn k
     shared: bool = True
     answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
 
