@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Clip, Gate
 from turnwise.algebra.peers import Peers
-from turnwise.algebra.penalty import KL, SquaredLogRatio, WeightedPenalty
+from turnwise.algebra.penalty import SquaredLogRatio, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView, check
 from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.algebra.term import Term
@@ -28,6 +28,7 @@ from turnwise.credit.tracker import SuccessTracker
 from turnwise.maths import segments
 from turnwise.maths.divergences import k3
 from turnwise.maths.lazy_torch import torch
+from turnwise.recipes.families.critic_free import grpo
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.budgets import Fixed
@@ -115,10 +116,8 @@ class WeightedRewards(Piece):
     weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        fits = not self.weights or len(self.weights) == len(self.names or ())
-        check(
-            fits, f"{len(self.weights)} weights for {len(self.names or ())} named rewards; write one for each, or none"
-        )
+        given, named = len(self.weights), len(self.names or ())
+        check(given in (0, named), f"{given} weights for {named} named rewards; write one for each, or none")
         check(all(w >= 0 for w in self.weights), f"the weights of rewards are {self.weights}; write numbers >= 0")
 
     @property
@@ -194,11 +193,8 @@ def bnpo(
     Settings: G 16, 32 tasks, clip 0.2/0.28, dual clip 10, token sums, no KL. rewards: each named one by itself, then the
     mean; () takes all that are named, None the outcome. bottom and top: what counts as 0 and as 1.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=BetaNormalised(WeightedRewards(rewards), bottom, top),
-        gate=Clip(low, high, dual),
-        aggregate=Sum(TRAJECTORY),
-    )
+    credit = BetaNormalised(WeightedRewards(rewards), bottom, top)
+    return Recipe(advantage=credit, gate=Clip(low, high, dual), aggregate=Sum(TRAJECTORY))
 
 
 class SumOfStandardised(Term):
@@ -250,10 +246,8 @@ def gdpo(
     reward a trajectory was not given counts as 0.
     Deviation: to condition one reward on another, let the environment name the conditioned one.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=StandardiseOverBatch(SumOfStandardised(WeightedRewards(rewards, weights), eps), whiten, eps),
-        gate=Clip(clip, clip),
-    )
+    decoupled = SumOfStandardised(WeightedRewards(rewards, weights), eps)
+    return Recipe(advantage=StandardiseOverBatch(decoupled, whiten, eps), gate=Clip(clip, clip))
 
 
 def dvao(
@@ -266,19 +260,12 @@ def dvao(
     Paper: Dynamic Variance-adaptive Advantage Optimization for Multi-reward RL, arXiv 2605.25604.
     Settings: all named rewards with weight 1, G 16.
     Sure of: the formula (third-party notes quoting the method section); eps is ours."""
-    advantage = SumOfStandardised(WeightedRewards(rewards, weights), eps, total_std=True)
-    return Recipe(advantage=advantage, gate=Clip(clip, clip))
+    credit = SumOfStandardised(WeightedRewards(rewards, weights), eps, total_std=True)
+    return Recipe(advantage=credit, gate=Clip(clip, clip))
 
 
 LEVELS = tuple(0.05 * k for k in range(1, 20))
 """Levels of the quantiles that are tracked across batches."""
-
-
-def random_group_order(batch: Batch) -> Tensor:
-    """The rank of each group in a random order of the groups, [G]: derived from the seeds of its trajectories."""
-    keys = batch.seed.sum(GROUP).x % 2**32
-    order = torch.argsort(keys, stable=True)
-    return torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
 
 
 def segment_quantile(x: Tensor, label: Tensor, count: int, level: float) -> Tensor:
@@ -306,12 +293,13 @@ class BundledRollouts:
     def draw(cls, batch: Batch, size: int) -> BundledRollouts:
         """Bundle tasks in a random order; trajectories join bundled rollouts in the order of their seeds."""
         tree, r = batch.tree, named_reward(batch, None)
-        bundle = (random_group_order(batch) // size)[tree.ancestor(TRAJECTORY, GROUP)]
+        order = torch.argsort(batch.seed.sum(GROUP).x % 2**32, stable=True)  # of the groups, at random
+        rank = torch.empty_like(order).index_copy(0, order, torch.arange(order.numel(), device=order.device))
+        bundle = (rank // size)[tree.ancestor(TRAJECTORY, GROUP)]
         rollouts = Partition.by(tree, TRAJECTORY, bundle, rank_in_group(batch, batch.seed))
         owner = torch.zeros(rollouts.count, dtype=torch.int64, device=tree.device).index_copy(0, rollouts.label, bundle)
-        return cls(
-            rollouts.label, owner, segments.total(r.x, rollouts.label, rollouts.count), -(-tree.count(GROUP) // size)
-        )
+        score = segments.total(r.x, rollouts.label, rollouts.count)
+        return cls(rollouts.label, owner, score, -(-tree.count(GROUP) // size))
 
     def bundle_quantile(self, level: float) -> Tensor:
         """Quantile of the scores of each bundle, one value per bundled rollout."""
@@ -349,18 +337,15 @@ class TailRisk(Term):
     def requires(self) -> frozenset[str]:
         return frozenset({"verdict"}) if self.share == "score" else frozenset()
 
-    # -------------------------------------------------------------- memory
     def initial_state(self) -> State:
         return {"quantiles": []}
 
     def memory_columns(self, state: State, batch: Batch) -> dict[object, Field]:
         """The tracked quantiles nearest to a and b; NaN before the first batch, which uses its own."""
         tracked = state["quantiles"] or [float("nan")] * len(LEVELS)
-        nearest_level = lambda level: min(range(len(LEVELS)), key=lambda k: abs(LEVELS[k] - level))  # noqa: E731
-        return {
-            (self, n): batch.tree.full(BATCH, tracked[nearest_level(getattr(self, n))], torch.float64)
-            for n in ("a", "b")
-        }
+        nearest = lambda level: tracked[min(range(len(LEVELS)), key=lambda k: abs(LEVELS[k] - level))]  # noqa: E731
+        full = lambda level: batch.tree.full(BATCH, nearest(level), torch.float64)  # noqa: E731
+        return {(self, "a"): full(self.a), (self, "b"): full(self.b)}
 
     def next_state(self, state: State, view: StepView) -> State:
         rollouts, tracked = BundledRollouts.draw(view.batch, self.bundle), state["quantiles"]
@@ -369,14 +354,12 @@ class TailRisk(Term):
         share_below = lambda q: float((rollouts.score < q - 1e-9).double().mean())  # noqa: E731
         return {"quantiles": [q + self.eta * (level - share_below(q)) for q, level in zip(tracked, LEVELS)]}
 
-    # -------------------------------------------------------------- credit
     def __call__(self, batch: Batch) -> Field:
         rollouts = BundledRollouts.draw(batch, self.bundle)
         spread = segments.std(rollouts.score, rollouts.bundle, rollouts.bundles)[rollouts.bundle]
         has_peers = segments.size(rollouts.bundle, rollouts.bundles)[rollouts.bundle] > 1
-        advantage = torch.where(
-            has_peers, self.risk(rollouts.score, *self._bounds(batch, rollouts)) / (spread + self.eps), 0.0
-        )
+        risk = self.risk(rollouts.score, *self._bounds(batch, rollouts))
+        advantage = torch.where(has_peers, risk / (spread + self.eps), 0.0)
         return Field(batch.tree, TRAJECTORY, advantage[rollouts.index]) * self._share(batch, rollouts)
 
     def risk(self, score: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -386,15 +369,16 @@ class TailRisk(Term):
         return (middle - self.omega * (low - score).clamp(min=0) / self.a) / (self.omega + 1)
 
     def _bounds(self, batch: Batch, rollouts: BundledRollouts) -> tuple[Tensor, Tensor]:
-        current = [rollouts.bundle_quantile(level) for level in (self.a, self.b)]
+        low, high = (rollouts.bundle_quantile(level) for level in (self.a, self.b))
         if self.mode == "batch":
-            return current[0], current[1]
-        tracked = [batch[self, name].x for name in ("a", "b")]
-        if bool(torch.isnan(tracked[0]).any()):
-            first = self.memory_columns({"quantiles": rollouts.quantiles()}, batch)
-            tracked = [first[self, name].x for name in ("a", "b")]
-        bounds = [(o + h) / 2 if self.mode == "mix" else h.expand_as(o) for o, h in zip(current, tracked)]
-        return bounds[0], bounds[1]
+            return low, high
+        tracked: dict[object, Field] = {(self, name): batch[self, name] for name in ("a", "b")}
+        if bool(torch.isnan(batch[self, "a"].x).any()):  # the first batch is judged by its own quantiles
+            tracked = self.memory_columns({"quantiles": rollouts.quantiles()}, batch)
+        past_low, past_high = tracked[self, "a"].x, tracked[self, "b"].x
+        if self.mode == "mix":
+            return (low + past_low) / 2, (high + past_high) / 2
+        return past_low.expand_as(low), past_high.expand_as(high)
 
     def _share(self, batch: Batch, rollouts: BundledRollouts) -> Field:
         r = named_reward(batch, None)
@@ -482,11 +466,8 @@ def canon(
     clip 0.2/0.28, no KL, a constant length (8192 in the paper, 64 here).
     Deviation: no cosine schedule of mu.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=ConditionalAdvantage(mu, alpha, metric),
-        gate=Clip(low, high),
-        aggregate=Sum(TRAJECTORY, length=length),
-    )
+    credit = ConditionalAdvantage(mu, alpha, metric)
+    return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Sum(TRAJECTORY, length=length))
 
 
 class SameCount(Peers):
@@ -524,10 +505,8 @@ def stratified_grpo(
     Paper: Stratified GRPO: Handling Structural Heterogeneity in RL of LLM Search Agents, arXiv 2510.06214.
     Settings: alpha 0.8.
     Sure of: the formula (third-party notes), alpha (unverified)."""
-    return Recipe(
-        advantage=Blend(Standardise(Outcome(), SameCount(by), eps=eps), Standardise(eps=eps), share=alpha),
-        gate=Clip(clip, clip),
-    )
+    strata = Standardise(Outcome(), SameCount(by), eps=eps)
+    return Recipe(advantage=Blend(strata, Standardise(eps=eps), share=alpha), gate=Clip(clip, clip))
 
 
 class StandardiseByMeanDeviation(Term):
@@ -591,11 +570,8 @@ def dgpo_difficulty(
     is p, None for the outcome. The mean runs over tokens of these tasks (valid_tokens). Rewrites: --env calculator,rewrites=3.
     Sure of: the formula (official code)."""
     term = StandardiseByMeanDeviation(Outcome(), eps, summed)
-    return Recipe(
-        advantage=DifficultyWeighted(term, softness, accuracy, valid_tokens),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TOKEN),
-    )
+    credit = DifficultyWeighted(term, softness, accuracy, valid_tokens)
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
 def mean_logp(batch: Batch) -> Field:
@@ -729,12 +705,9 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
     Deviation: answers are equal by the fact `answer`; where it is not recorded, by their return.
     Sure of: the formula (official code); the paper's tuned b and k were not found."""
     near, same = Standardise(eps=eps), SameFact("answer")
-    across = ConsistencyAdvantage(same, eps)
-    return Recipe(
-        advantage=DisagreementWeighted(near, same, b, k, forced)
-        + DisagreementWeighted(near, same, b, k, forced, across),
-        gate=ClipEachPart(DisagreementWeighted(near, same, b, k, forced), clip, clip),
-    )
+    local = DisagreementWeighted(near, same, b, k, forced)
+    across = replace(local, across=ConsistencyAdvantage(same, eps))
+    return Recipe(advantage=local + across, gate=ClipEachPart(local, clip, clip))
 
 
 class LengthDampedGroups(Term):
@@ -754,10 +727,8 @@ class LengthDampedGroups(Term):
         longest = where(right, length, -torch.inf).max(GROUP)
         wrong = where(~right & ~batch.truncated, 1.0, 0.0)
         count = wrong.sum(GROUP)
-        mean_wrong = where(
-            count > 0, (wrong * length).sum(GROUP) / count.clamp(low=1.0), torch.inf if self.lenient else -torch.inf
-        )
-        full = longest > mean_wrong
+        without = torch.inf if self.lenient else -torch.inf
+        full = longest > where(count > 0, (wrong * length).sum(GROUP) / count.clamp(low=1.0), without)
         if self.lenient:
             full = full | ~(longest > -torch.inf)
         return where(full, 1.0, self.damp) * self.term(batch)
@@ -779,11 +750,8 @@ def adora(
     Settings: damp 0.1, token mean, KL 1e-3. Right is a reward above 1.01 for its language models (here above 0.5: a task
     pays 1) and above 0.5 for its vision models, where lenient reverses the rule for groups of only right or only wrong answers.
     Sure of: formula, average and constants (official code)."""
-    advantage, penalties = (
-        LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient),
-        (WeightedPenalty(kl, KL("k3")),),
-    )
-    return Recipe(advantage=advantage, gate=Clip(clip, clip), aggregate=Mean(TOKEN), penalties=penalties)
+    credit = LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient)
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
 
 
 class UnlikelinessReward(Term):
@@ -806,8 +774,7 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
     Settings: beta 0.25, G 32, two passes, KL 0.1.
     Deviation: trajectories with a tiny advantage are kept; one pass by default.
     Sure of: the formula (official code)."""
-    advantage, penalties = Standardise(UnlikelinessReward(beta), eps=eps), (WeightedPenalty(kl, KL("k3")),)
-    return Recipe(advantage=advantage, gate=Clip(clip, clip), penalties=penalties)
+    return replace(grpo(clip, kl), advantage=Standardise(UnlikelinessReward(beta), eps=eps))
 
 
 class NoveltyBonus(Term):
@@ -1010,15 +977,10 @@ def mssr(
     history). strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
     Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
     Sure of: the formula and constants (third-party notes)."""
-    keep = RetentionByKL(least, most, window, target)
-    surprise = UnitOutcome(bottom, top) - SuccessTracker(UnitOutcome(bottom, top), keep, strength, average=True)
-    return Recipe(
-        advantage=CappedEntropyBonus(Standardise(surprise, BATCH), gamma, weight),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(kl, KL("k3")),),
-        budget=Fixed(64, 1),
-        sampler=CyclePool(pool),
-    )
+    solved, keep = UnitOutcome(bottom, top), RetentionByKL(least, most, window, target)
+    surprise = solved - SuccessTracker(solved, keep, strength, average=True)
+    credit = CappedEntropyBonus(Standardise(surprise, BATCH), gamma, weight)
+    return replace(grpo(clip, kl), advantage=credit, budget=Fixed(64, 1), sampler=CyclePool(pool))
 
 
 class LeaveOneOutProbeBaseline(Term):

@@ -19,18 +19,19 @@ from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant, Measured, Outcome, ReturnToGo, SumToGo, is_last, shift_turns, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, where
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.maths import returns, segments
 from turnwise.maths.lazy_torch import torch
+from turnwise.recipes.families.critic_free import grpo
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.tasks.admission import Spread
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 KIND = Kind.CREDIT
 
@@ -51,10 +52,9 @@ class BiLevelGAE(Term):
         turn_end = (tree.size(TOKEN, TURN).at(TOKEN) - tree.index(TOKEN, TURN) <= 1).x
         last_tokens = turn_end.nonzero().squeeze(1)
         r = token_reward(batch).x.to(v.x.dtype)
-        turn_advantage = returns.gae(
-            r[last_tokens], v.x[last_tokens], self.turn_gamma, self.lam, is_last(batch, TOKEN)[last_tokens]
-        )
-        turn_return = r.index_copy(0, last_tokens, turn_advantage + v.x[last_tokens])
+        before, episode_end = v.x[last_tokens], is_last(batch, TOKEN)[last_tokens]
+        turn_advantage = returns.gae(r[last_tokens], before, self.turn_gamma, self.lam, episode_end)
+        turn_return = r.index_copy(0, last_tokens, turn_advantage + before)
         return v.map(lambda x: returns.gae(turn_return, x, self.gamma, self.lam, turn_end))
 
 
@@ -139,12 +139,11 @@ def gigpo(
     Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the
     environment's; a single episode gets 0.
     Sure of: the formula (official code), the average over trajectories (ours)."""
-    return Recipe(
-        advantage=Standardise(Outcome(), SameTask(rows), scale)
-        + omega * Standardise(ReturnToGo(gamma), SameRecentStates(), scale),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
+    episode, step = (
+        Standardise(Outcome(), SameTask(rows), scale),
+        Standardise(ReturnToGo(gamma), SameRecentStates(), scale),
     )
+    return replace(grpo(clip, beta), advantage=episode + omega * step)
 
 
 SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide
@@ -208,11 +207,8 @@ def hgpo(
     mean are left out. base=True adds GiGPO's episode term as level 0.
     Sure of: the formula (official code), clip and KL (GiGPO's, on whose code it is built)."""
     episode = Standardise(Outcome(), SameTask(rows), scale)
-    return Recipe(
-        advantage=HierarchyOfGroups(ReturnToGo(gamma), past, alpha, scale, base, episode),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
-    )
+    credit = HierarchyOfGroups(ReturnToGo(gamma), past, alpha, scale, base, episode)
+    return replace(grpo(clip, beta), advantage=credit)
 
 
 class SameTransition(Peers):
@@ -224,8 +220,7 @@ class SameTransition(Peers):
     window: int = number(3, least=0)
 
     def __call__(self, batch: Batch) -> Partition:
-        tree = batch.tree
-        last = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+        last = Field(batch.tree, TURN, is_last(batch, TURN))
         after = where(last, batch.end, shift_turns(batch.state, 1, UNKNOWN))
         past = (shift_turns(batch.state, -k, BEFORE) for k in range(1, self.window + 1))
         return turns_with_same_keys(batch, batch.state, batch.action, after, *past)
@@ -269,11 +264,7 @@ def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 
     by token.
     Sure of: the averaging (abstract and summaries), the window (reconstructed), no KL (ours)."""
     bases = {"grpo": Standardise(), "rloo": FallbackWithoutPeers(LeaveOneOut(), Constant(0.0))}
-    return Recipe(
-        advantage=PeerTrajectoryMean(bases[base], SameTransition(window)),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
-    )
+    return replace(grpo(clip, beta), advantage=PeerTrajectoryMean(bases[base], SameTransition(window)))
 
 
 class AnswerProbabilityGain(Term):
@@ -310,12 +301,7 @@ def igpo(
         "paper": SumToGo(Standardise(EnvironmentReward()), gamma),
         "code": Standardise(ReturnToGo(gamma, TOKEN), SameTokenIndex(), scale=False),
     }
-    return Recipe(
-        advantage=forms[form],
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
-        reward=AnswerProbabilityGain(answer_weight),
-    )
+    return replace(grpo(clip, beta), advantage=forms[form], reward=AnswerProbabilityGain(answer_weight))
 
 
 def feedback_was_masked(batch: Batch) -> Field:
@@ -344,14 +330,12 @@ class FeedbackInformationGain(Term):
     requires = frozenset({"feedback"})
     # divided by the number of tokens of turn k
     shared: bool = True
-    answered: Term = field(default_factory=lambda: Fact("feedback", TURN, missing=1.0))
 
     def __call__(self, batch: Batch) -> Field:
         log_ratio = (behaviour(batch) - batch[Signal.LOGP_WITHOUT_FEEDBACK]).mean(TURN)  # 0 for a turn without tokens
-        log_ratio = where(
-            feedback_was_masked(batch), log_ratio, 0.0
-        )  # identical text: only rounding differs between the two passes
-        gain = where(self.answered(batch) > 0.5, shift_turns(log_ratio, 1, 0.0), 0.0)
+        # identical text: only rounding differs between the two passes
+        log_ratio = where(feedback_was_masked(batch), log_ratio, 0.0)
+        gain = where(Fact("feedback", TURN, missing=1.0)(batch) > 0.5, shift_turns(log_ratio, 1, 0.0), 0.0)
         return gain.at(TOKEN) / batch.tree.size(TOKEN, TURN) if self.shared else gain.at(TOKEN)
 
 
@@ -421,11 +405,8 @@ def infopo(
     Deviation: the decay exp(−rate · t) counts batches, not epochs; every turn of an episode has the same weight.
     Sure of: the formula (official code), no KL (ours)."""
     information = LimitStd(StandardiseNonZero(FeedbackInformationGain(per_token)), Standardise())
-    return Recipe(
-        advantage=Standardise() + beta * ExponentialDecay(LowSpreadGate(information, gate_temperature), rate),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(kl, KL("k3")),),
-    )
+    bonus = ExponentialDecay(LowSpreadGate(information, gate_temperature), rate)
+    return replace(grpo(clip, kl), advantage=Standardise() + beta * bonus)
 
 
 class SameAgent(Peers):
@@ -457,14 +438,8 @@ def mars(
     Settings: clip 0.2, KL 0.2, dual clip on, 384 trajectories. game=domain takes all tasks of a kind for one game.
     Deviation: sums first and centres then, as the paper; the released code centres twice and whitens between.
     Sure of: the formula (paper text and official code), the dual clip's 3 (common default)."""
-    return Recipe(
-        advantage=Standardise(AgentReturnToGo(), SameAgent(game), scale=False),
-        gate=Clip(clip, clip, dual),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
-    )
-
-
-ABSENT = ("out", "outcome", "nothing")
+    credit = Standardise(AgentReturnToGo(), SameAgent(game), scale=False)
+    return replace(grpo(clip, beta), advantage=credit, gate=Clip(clip, clip, dual))
 
 
 class LeaveOneOutAtTurn(Term):
@@ -481,7 +456,7 @@ class LeaveOneOutAtTurn(Term):
 
     compares_peers = True
     value: Term
-    absent: str = choice(*ABSENT, default="out")
+    absent: str = choice("out", "outcome", "nothing")
     valid: Term = field(default_factory=lambda: Fact("valid", TURN, missing=1.0))
 
     def __call__(self, batch: Batch) -> Field:
@@ -522,11 +497,8 @@ def trloo(
     Deviation: its rewards for kernels and its rejection of mismatched sequences are left out.
     Sure of: the formula (official code), the average over trajectories (ours)."""
     valid = Fact("valid", TURN, missing=1.0)
-    return Recipe(
-        advantage=LeaveOneOutAtTurn(ReturnToGo(gamma), absent, valid),
-        gate=Clip(low, high),
-        keep=MarkedTurns(valid),
-    )
+    credit = LeaveOneOutAtTurn(ReturnToGo(gamma), absent, valid)
+    return Recipe(advantage=credit, gate=Clip(low, high), keep=MarkedTurns(valid))
 
 
 class OnMarkedTurns(Term):
@@ -571,12 +543,6 @@ def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3,
 POOLS = {"batch": BATCH, "task": GROUP, "trajectory": TRAJECTORY}
 
 
-def random_order(batch: Batch, level: Level) -> Tensor:
-    """The items of a level in random order; the trajectory seed breaks ties, so that packing does not matter."""
-    by_seed = torch.argsort(batch.seed.at(level).x, stable=True)
-    return by_seed[torch.argsort(batch.uniform_draws(level).x[by_seed], stable=True)]
-
-
 class RandomGroups(Peers):
     """Random groups of ``size`` turns from the batch, a task or a trajectory. −1: one group of all."""
 
@@ -590,7 +556,9 @@ class RandomGroups(Peers):
     def __call__(self, batch: Batch) -> Partition:
         tree, pool = batch.tree, POOLS[self.within]
         label = tree.ancestor(TURN, pool)
-        order = random_order(batch, TURN)
+        # the trajectory's seed breaks ties, so that packing does not matter
+        by_seed = torch.argsort(batch.seed.at(TURN).x, stable=True)
+        order = by_seed[torch.argsort(batch.uniform_draws(TURN).x[by_seed], stable=True)]
         rank = torch.empty_like(label)
         rank[order] = segments.rank_within(label[order], tree.count(pool))
         size = self.size if self.size > 0 else 1 + rank.numel()
@@ -614,12 +582,11 @@ def srgpo(
     arXiv 2512.02631.
     Settings: size 16 (-1: one group of all), omega 0.5, KL 0.01, at most 20 steps; rows as in GiGPO.
     Sure of: the formula (official code), the average over trajectories (ours)."""
-    return Recipe(
-        advantage=Standardise(Outcome(), SameTask(rows), scale)
-        + omega * Standardise(EnvironmentReward(), RandomGroups(size, within)),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
+    episode, step = (
+        Standardise(Outcome(), SameTask(rows), scale),
+        Standardise(EnvironmentReward(), RandomGroups(size, within)),
     )
+    return replace(grpo(clip, beta), advantage=episode + omega * step)
 
 
 class ReturnUntilMismatch(Term):
@@ -663,11 +630,6 @@ def ui_s1(
     without any spread are re-sampled, those below 0.3 only left out.
     Sure of: the formula (official code), the average over trajectories (ours)."""
     turns, matched = SameTask("turn"), ReturnUntilMismatch(Fact("match", TURN), gamma)
-    return Recipe(
-        advantage=episode_weight * FallbackWithoutPeers(Standardise(Outcome(), turns, scale), Outcome(), turns)
-        + step_weight * Standardise(matched, Same("index"), scale),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
-        admission=Spread(),
-        keep=GroupStdAbove(least),
-    )
+    episode = FallbackWithoutPeers(Standardise(Outcome(), turns, scale), Outcome(), turns)
+    credit = episode_weight * episode + step_weight * Standardise(matched, Same("index"), scale)
+    return replace(grpo(clip, beta), advantage=credit, admission=Spread(), keep=GroupStdAbove(least))
