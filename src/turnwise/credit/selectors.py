@@ -7,7 +7,9 @@ split into micro-batches does not change it. The same selector defines the peers
 
 from __future__ import annotations
 
+import operator
 from dataclasses import field
+from functools import reduce
 
 from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
@@ -73,10 +75,7 @@ class FromOrigin(Selector):
     def select(self, batch: Batch) -> Field:
         expert, replayed = batch.expert, batch.replayed
         by_origin = {"policy": ~(expert | replayed), "expert": expert, "replay": replayed}
-        selected = expert & ~expert
-        for name in self.origins.split("+"):
-            selected = selected | by_origin[name]
-        return selected
+        return reduce(operator.or_, (by_origin[name] for name in self.origins.split("+")))
 
 
 class Succeeded(Selector):
@@ -134,10 +133,7 @@ class AllOf(Selector):
     selectors: tuple[Selector, ...]
 
     def select(self, batch: Batch) -> Field:
-        selected = self.selectors[0].select(batch)
-        for selector in self.selectors[1:]:
-            selected = selected & selector.select(batch)
-        return selected
+        return reduce(operator.and_, (selector.select(batch) for selector in self.selectors))
 
 
 class Not(Selector):

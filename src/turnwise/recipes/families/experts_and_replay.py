@@ -7,9 +7,11 @@ by the policy (expert). Each method selects which of them take part; each part o
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
@@ -132,14 +134,13 @@ def chord(
     Deviation: μ moves once a batch; replayed trajectories take no part.
     Sure of: formula, schedule, average and constants (official code)."""
     mu, rollouts = WarmupCosine(rise, fall, peak, valley), FromOrigin("policy")
+    imitation = WeightedNegativeLogLikelihood(weight, cutoff)
     return Recipe(
         advantage=OnSelected(rollouts, Standardise(peers=SelectedPeers(rollouts))),
         gate=Clip(clip, clip, dual) * OneMinus(mu),
         aggregate=Mean(TOKEN),
         keep=rollouts,
-        penalties=(
-            WeightedPenalty(mu, WeightedNegativeLogLikelihood(weight, cutoff), Mean(TOKEN), rows=FromOrigin("expert")),
-        ),
+        penalties=(WeightedPenalty(mu, imitation, Mean(TOKEN), rows=FromOrigin("expert")),),
     )
 
 
@@ -228,10 +229,7 @@ class AnyOf(Selector):
     selectors: tuple[Selector, ...]
 
     def select(self, batch: Batch) -> Field:
-        selected = self.selectors[0].select(batch)
-        for selector in self.selectors[1:]:
-            selected = selected | selector.select(batch)
-        return selected
+        return reduce(operator.or_, (selector.select(batch) for selector in self.selectors))
 
 
 @declares(Kind.CREDIT)
@@ -260,12 +258,8 @@ def trimpi(clip: float = 0.2, share: float = 0.5, tier: int = 1) -> Recipe:
     Deviation: the document is the environment's hints; for a text of your own write --guidance trimpi,document=FILE. Continued
     pre-training on the document is left out.
     Sure of: the ratio (notes on the paper), the average (that of GRPO)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=Importance(proximal=True),
-        gate=Clip(clip, clip),
-        guidance=HalfInContext(share, tier),
-    )
+    ratio, document = Importance(proximal=True), HalfInContext(share, tier)
+    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), guidance=document)
 
 
 # ---------------------------------------------------------------- past successes
@@ -312,10 +306,8 @@ def arpo_gui(
     a step, 15 passes over a pool of 128 tasks.
     Deviation: the replaced rollout is chosen at random. The fact `format` (0, or −1 for unparsable output) is optional.
     Sure of: the formula (official code)."""
-    used, paid = (
-        PatchFailedGroups(FailedGroups(0.05, 0.2), FromOrigin("replay")),
-        Outcome() + format_weight * Fact("format", missing=0.0),
-    )
+    used = PatchFailedGroups(FailedGroups(0.05, 0.2), FromOrigin("replay"))
+    paid = Outcome() + format_weight * Fact("format", missing=0.0)
     return Recipe(
         advantage=OnSelected(used, Standardise(paid, peers=SelectedPeers(used))),
         ratio=RatioByOrigin(FromOrigin("replay"), OnPolicy()),
@@ -361,10 +353,8 @@ def bepa(
     Deviation: the replaced rollout is chosen at random. Its first level, in which the policy itself plays a plan of the expert's
     trace, is --guidance bepa.
     Sure of: the rule (paper-level text), the ratio of borrowed traces (unconfirmed)."""
-    rollouts, used = (
-        FromOrigin("policy"),
-        PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay"))),
-    )
+    rollouts = FromOrigin("policy")
+    used = PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay")))
     return Recipe(
         advantage=OnSelected(used, Standardise(peers=SelectedPeers(used))),
         ratio=RatioByOrigin(rollouts, Importance(), ShapedProbability(kind, shape)),
@@ -437,9 +427,6 @@ def spear_replay(
     )  # fmt: skip
 
 
-SAMPLED = FromOrigin("policy")
-
-
 class ImprovementWeighted(Term):
     """φ(ξ) · term: weights the credit of earlier batches by how this batch fared after their update.
 
@@ -457,7 +444,7 @@ class ImprovementWeighted(Term):
         return {"means": []}
 
     def next_state(self, state: State, view: StepView) -> State:
-        if not bool(SAMPLED.select(view.batch).x.any()):
+        if not bool(FromOrigin("policy").select(view.batch).x.any()):
             return state
         return {"means": [*state["means"], float(self._mean(view.batch).item)][-self.window :]}
 
@@ -469,12 +456,12 @@ class ImprovementWeighted(Term):
         return {(self, name): batch.tree.full(BATCH, x, torch.float64) for name, x in (("mean", mean), ("std", std))}
 
     def _mean(self, batch: Batch) -> Field:
-        weight = where(SAMPLED.select(batch), 1.0, 0.0)
+        weight = where(FromOrigin("policy").select(batch), 1.0, 0.0)
         return (weight * batch.reward.sum(TRAJECTORY)).sum(BATCH) / weight.sum(BATCH).clamp(low=1.0)
 
     def improvement(self, batch: Batch) -> Field:
         """φ. At BATCH."""
-        mean = batch[self, "mean"]
+        mean = batch[self, "mean"]  # NaN until the window is full
         xi = (self._mean(batch) - mean) / (batch[self, "std"] + self.eps)
         return where(mean.map(torch.isnan), 0.0, where(xi < 0, self.damp * xi, xi))
 
@@ -578,12 +565,8 @@ def opd(lam: float = 1.25, clip: float = 0.2) -> Recipe:
     Settings: lambda 1.25 (1.5 can destabilise), one sample a task, batch 1024, temperature 1.
     Sure of: the formula (paper text and official code)."""
     rollouts = FromOrigin("policy")
-    return Recipe(
-        advantage=OnSelected(rollouts, TeacherLogRatio(lam)),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TOKEN),
-        keep=rollouts,
-    )
+    credit = OnSelected(rollouts, TeacherLogRatio(lam))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=rollouts)
 
 
 def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Recipe:
@@ -594,13 +577,11 @@ def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Rec
     Paper: Learning beyond Teacher: Generalized On-Policy Distillation with Reward Extrapolation, arXiv 2602.12125.
     Settings: as `opd`, cap 5.
     Sure of: the formula (paper text and official code)."""
-    rollouts = FromOrigin("policy")
-    return Recipe(
-        advantage=OnSelected(rollouts, TeacherLogRatio(lam, proximal=True)),
+    return replace(
+        opd(lam, clip),
+        advantage=OnSelected(FromOrigin("policy"), TeacherLogRatio(lam, proximal=True)),
         ratio=Importance(proximal=True),
         gate=Clip(clip, clip) * TruncatedImportance(cap),
-        aggregate=Mean(TOKEN),
-        keep=rollouts,
     )
 
 

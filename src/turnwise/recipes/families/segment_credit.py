@@ -128,15 +128,14 @@ class ForkTree:
     def outcome(self) -> Tensor:
         """Return of each trajectory including the rewards before its fork, [K] float64."""
         reward = self.batch.reward.sum(TURN).to(torch.float64)
-        own_return = reward.sum(TRAJECTORY).x
         if not self.depth:
-            return own_return
+            return reward.sum(TRAJECTORY).x
         before = (reward.running_sum(TRAJECTORY) - reward).x[self._fork_turn()]
         step = torch.where(self.recorded_parent >= 0, before, 0.0)
         inherited = step
         for _ in range(self.depth):
             inherited = step + torch.where(self.recorded_parent >= 0, inherited[self.recorded_parent.clamp(min=0)], 0.0)
-        return own_return + inherited
+        return reward.sum(TRAJECTORY).x + inherited
 
     def sum_over_paths(self, value: Tensor) -> Tensor:
         """Σ of a per-trajectory value over all trajectories that pass through a token, [N]."""
@@ -166,9 +165,8 @@ class ForkTree:
         first = torch.where(self.first_position >= 0, value[self.first_position], final)
         squares = self.sum_at_starts((first - value[self.start]) ** 2)
         branches = self.sum_at_starts(torch.ones_like(final))
-        onward = torch.where(
-            self.is_last, final[self.owner], torch.nn.functional.pad(value[1 : self.first_prompt], (0, 1))
-        )
+        following = torch.nn.functional.pad(value[1 : self.first_prompt], (0, 1))
+        onward = torch.where(self.is_last, final[self.owner], following)
         squares[: self.first_prompt] += (onward - value[: self.first_prompt]) ** 2
         branches[: self.first_prompt] += 1
         return (squares / (branches - 1).clamp(min=1)).sqrt()
@@ -180,38 +178,27 @@ class ForkTree:
         position = torch.arange(self.first_prompt, device=cut.device)
         opening = torch.zeros_like(cut[: self.first_prompt])
         opening[self.first_position[self.first_position >= 0]] = True
-        last_cut = (
-            torch.where(cut[: self.first_prompt] | opening, position, -1).cummax(0).values
-            if self.first_prompt
-            else position
-        )
-        cut_before = last_cut[self.position_after - 1]
+        if self.first_prompt:
+            position = torch.where(cut[: self.first_prompt] | opening, position, -1).cummax(0).values
+        cut_before = position[self.position_after - 1]
         start = self.start[self.tree.ancestor(TOKEN, TRAJECTORY)]
         return torch.where(opening[cut_before], start, cut_before)
 
     def segment_end_values(self, value: Tensor, cut: Tensor, final: Tensor) -> Tensor:
         """V where each token's segment ends, [N]: at the next cut, or the return."""
-        inside = cut[: self.first_prompt]
-        boundary_value = torch.where(
-            inside, value[: self.first_prompt], torch.where(self.is_last, final[self.owner], 0.0)
-        )
-        return returns.backward_recurrence(boundary_value, (~(inside | self.is_last)).to(boundary_value.dtype))[
-            self.position_after
-        ]
+        inside, at_end = cut[: self.first_prompt], torch.where(self.is_last, final[self.owner], 0.0)
+        boundary = torch.where(inside, value[: self.first_prompt], at_end)
+        onward = (~(inside | self.is_last)).to(boundary.dtype)
+        return returns.backward_recurrence(boundary, onward)[self.position_after]
 
 
-class ForkTerm(Term):
-    """Base of terms that read the forks of a group."""
-
-    requires = frozenset({"forks"})
-
-
-class MonteCarloValueDifference(ForkTerm):
+class MonteCarloValueDifference(Term):
     """A = V(end) − V(start) of each segment, V of a cut the mean return of the trajectories that fork there. At TOKEN.
 
     V after the last token is the return; V at a trajectory's start is the mean of the *others* that start there. The
     first segment gets 0 where there are no others."""
 
+    requires = frozenset({"forks"})
     compares_peers = True
 
     def __call__(self, batch: Batch) -> Field:
@@ -219,12 +206,12 @@ class MonteCarloValueDifference(ForkTerm):
         final, owner = forks.outcome(), batch.tree.ancestor(TOKEN, TRAJECTORY)
         count, sums = forks.sum_at_starts(torch.ones_like(final)), forks.sum_at_starts(final)
         value, start = sums / count.clamp(min=1), forks.segment_starts(count > 0)
-        own_start = start == forks.start[owner]  # the trajectory itself is not part of its baseline
-        others = count[start] - own_start.double()
-        begin = (sums[start] - own_start * final[owner]) / others.clamp(min=1)
-        return Field(
-            batch.tree, TOKEN, torch.where(others > 0, forks.segment_end_values(value, count > 0, final) - begin, 0.0)
-        )
+        # the trajectory itself is not part of its baseline
+        first_segment = start == forks.start[owner]
+        others = count[start] - first_segment.double()
+        begin = (sums[start] - first_segment * final[owner]) / others.clamp(min=1)
+        end = forks.segment_end_values(value, count > 0, final)
+        return Field(batch.tree, TOKEN, torch.where(others > 0, end - begin, 0.0))
 
 
 class UnforkedTrajectories(Mask):
@@ -264,14 +251,12 @@ def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
     )
 
 
-ROUNDING = 1e-12
-
-
-class TreeValueDifference(ForkTerm):
+class TreeValueDifference(Term):
     """A = V(end) − V(start) of each segment between forks. At TOKEN.
 
     V of a leaf is its return, V of a cut the mean over its branches of V where they end."""
 
+    requires = frozenset({"forks"})
     compares_peers = True
     # divides by the std of those V plus ε
     scale: bool = False
@@ -284,14 +269,11 @@ class TreeValueDifference(ForkTerm):
         cut = forks.sum_at_starts(torch.ones_like(final)) > 0
         start = forks.segment_starts(cut)
         difference = forks.segment_end_values(value, cut, final) - value[start]
-        difference = torch.where(
-            difference.abs() < ROUNDING, 0.0, difference
-        )  # dividing by a tiny std would amplify rounding errors
-        return Field(
-            batch.tree,
-            TOKEN,
-            difference / (forks.branch_std(final, value)[start] + self.eps) if self.scale else difference,
-        )
+        # dividing by a tiny std would amplify rounding errors
+        difference = torch.where(difference.abs() < 1e-12, 0.0, difference)
+        if self.scale:
+            difference = difference / (forks.branch_std(final, value)[start] + self.eps)
+        return Field(batch.tree, TOKEN, difference)
 
 
 class NonZeroAdvantage(Mask):
@@ -323,16 +305,19 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
     )
 
 
-class PathReturn(ForkTerm):
+class PathReturn(Term):
     """R = Σ of the rewards along the path from the prompt, including those before the fork, which the parent earned."""
+
+    requires = frozenset({"forks"})
 
     def __call__(self, batch: Batch) -> Field:
         return Field(batch.tree, TRAJECTORY, ForkTree(batch).outcome())
 
 
-class MeanOverPaths(ForkTerm):
+class MeanOverPaths(Term):
     """The mean of ``term`` over all trajectories that pass through a token. At TOKEN."""
 
+    requires = frozenset({"forks"})
     term: Term
     # their sum, as if each trajectory had its own copy of the shared tokens
     copies: bool = False
@@ -450,12 +435,10 @@ class SampledSegments(Mask):
             return tree.full(TOKEN, True, torch.bool)
         segment = Partition.by(tree, TOKEN, tree.ancestor(TOKEN, TRAJECTORY), segment_index(view.batch))
         first = segments.rank_within(segment.label, segment.count) == 0
-        key = torch.where(
-            first, view.batch.uniform_draws().x, torch.inf
-        )  # the first token's draw is the key of its segment
+        # the first token's draw is the key of its segment
+        key = torch.where(first, view.batch.uniform_draws().x, torch.inf)
         rank = rank_by_value(key, tree.ancestor(TOKEN, TRAJECTORY), tree.count(TRAJECTORY))
-        kept = Field(tree, TOKEN, (first & (rank < self.limit)).double())
-        return kept.sum(segment) > 0
+        return Field(tree, TOKEN, (first & (rank < self.limit)).double()).sum(segment) > 0
 
 
 @declares(Kind.OBJECTIVE)
@@ -469,12 +452,8 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     Deviation: a turn that restarts its context is read under that context by itself; the fact ``memory`` is only needed
     to draw segments. Penalties for limits and malformed calls are the environment's.
     Sure of: the mechanism (third-party notes), not the constants."""
-    return Recipe(
-        advantage=Standardise(),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TOKEN),
-        keep=SampledSegments(segments),
-    )
+    keep = SampledSegments(segments)
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=keep)
 
 
 class OptimalTokenBaseline(Term):
@@ -539,8 +518,9 @@ class UtteranceQError(Penalty):
     def __call__(self, view: MicroBatchView) -> Field:
         reward = view.batch.reward.sum(TURN)
         target = lambda slow: reward + self.gamma * shift_turns(view.batch[slow], 1, 0.0)  # noqa: E731
-        one = (view[Signal.Q] - target(Signal.TARGET_V)) ** 2
-        return one + (view[Signal.SECOND_Q] - target(Signal.TARGET_SECOND_V)) ** 2
+        pairs = ((Signal.Q, Signal.TARGET_V), (Signal.SECOND_Q, Signal.TARGET_SECOND_V))
+        one, twin = ((view[q] - target(slow)) ** 2 for q, slow in pairs)
+        return one + twin
 
 
 class UtteranceVError(Penalty):
@@ -719,18 +699,14 @@ def same_start(batch: Batch) -> Partition:
 MIX = (0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x1B03738712FAD5C9)  # odd constants of a 64-bit hash
 
 
-def _hashed(seed: Tensor, number: int) -> Tensor:
-    x = (seed + (number + 1) * MIX[0] % 2**62) * MIX[1]
-    x = (x ^ (x >> 29)) * MIX[2]
-    return x ^ (x >> 32)
-
-
 def draw_sets(batch: Batch, peers: Partition, size: int, sets: int) -> list[Tensor]:
     """For each set, which trajectories are its members: ``size`` random ones of every class, or all of fewer. [K] bool each."""
     by_seed = torch.argsort(batch.seed.x, stable=True)
     memberships = []
     for n in range(sets):
-        order = by_seed[torch.argsort(_hashed(batch.seed.x, n)[by_seed], stable=True)]
+        x = (batch.seed.x + (n + 1) * MIX[0] % 2**62) * MIX[1]
+        x = (x ^ (x >> 29)) * MIX[2]
+        order = by_seed[torch.argsort((x ^ (x >> 32))[by_seed], stable=True)]
         rank = segments.rank_within(peers.label[order], peers.count)
         memberships.append(torch.empty_like(order).index_copy(0, order, rank) < size)
     return memberships
@@ -744,7 +720,7 @@ def set_value(value: Field, members: Field, state: Partition, equal: Partition) 
     return (value * members).sum(state) / count * where(several, 0.0, distinct / count)
 
 
-class VineSetAdvantage(ForkTerm):
+class VineSetAdvantage(Term):
     """A = mean of f over a vine's sets − mean of f over all sets of its state, in its first turn and ``window`` turns after it;
     ``otherwise`` in all other turns. f(set) = mean return of its members, rescaled from [bottom, top] to [0, 1], times the share
     of distinct ones, 0 if all are equal.
@@ -752,6 +728,7 @@ class VineSetAdvantage(ForkTerm):
     Of the vines of a state ``sets`` random sets of ``size`` are drawn; fewer vines form one set. A vine in no set gets
     ``otherwise``. Seeds of trajectories decide, so packing does not matter."""
 
+    requires = frozenset({"forks"})
     compares_peers = True
     size: int = number(4, least=1)
     sets: int = number(4, least=1)
@@ -759,7 +736,6 @@ class VineSetAdvantage(ForkTerm):
     bottom: float = number(0.0, below="top")
     top: float = 1.0
     otherwise: Term = field(default_factory=GAE)
-    same: SameFact = field(default_factory=lambda: SameFact("key", "words"))
 
     @property
     def reads(self) -> frozenset[Signal]:
@@ -774,7 +750,7 @@ class VineSetAdvantage(ForkTerm):
         """The advantage of each vine, and whether it is in a set. At TRAJECTORY."""
         tree, state = batch.tree, same_start(batch)
         value = rescale_to_unit(Field(tree, TRAJECTORY, ForkTree(batch).outcome()), self.bottom, self.top)
-        equal = Partition.by(tree, TRAJECTORY, state.label, self.same(batch).label)
+        equal = Partition.by(tree, TRAJECTORY, state.label, SameFact("key", "words")(batch).label)
         one = lambda x: Field(tree, TRAJECTORY, x.to(value.x.dtype))  # noqa: E731
         drawn = [one(members) for members in draw_sets(batch, state, self.size, self.sets)]
         f = [set_value(value, members, state, equal) for members in drawn]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import Control, Measure, Passes
-from turnwise.algebra.gate import CappedWeight, Clip, ClipByOutcome, Gate, NoGate, RatioRegression, clipped
+from turnwise.algebra.gate import CappedWeight, Clip, ClipByOutcome, Gate, RatioRegression, clipped
 from turnwise.algebra.gradient import DivideByClippingBias, Gradient, Grads, Scales, norm
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import KL, Penalty, ResetReference, Schedule, Weight, WeightedPenalty
@@ -43,12 +44,8 @@ def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
     Settings: clip 0.2.
     Deviation: the floor is ours.
     Sure of: the turn ratio (paper text), the floor (reconstructed)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=PerToken(Importance(TURN)),
-        gate=Clip(clip, clip),
-        gradient=DivideByClippingBias(floor),
-    )
+    ratio, gradient = PerToken(Importance(TURN)), DivideByClippingBias(floor)
+    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), gradient=gradient)
 
 
 def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
@@ -56,12 +53,9 @@ def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
     owner = tree.ancestor(TOKEN, TRAJECTORY)
     shifted = lambda v, n, fill: torch.nn.functional.pad(v[:-n], (n, 0), value=fill)  # noqa: E731
     low = torch.where(shifted(owner, 1, -1) == owner, shifted(x, 1, torch.inf), torch.inf) if x.numel() else x
-    shift = 1
-    while shift < x.numel():
-        low = torch.minimum(
-            low, torch.where(shifted(owner, shift, -1) == owner, shifted(low, shift, torch.inf), torch.inf)
-        )
-        shift *= 2
+    for shift in (2**n for n in range(max(0, x.numel() - 1).bit_length())):
+        same = shifted(owner, shift, -1) == owner
+        low = torch.minimum(low, torch.where(same, shifted(low, shift, torch.inf), torch.inf))
     return torch.where(torch.isinf(low), 0.0, low)
 
 
@@ -141,9 +135,8 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Recipe:
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     Settings: cap 20; the thresholds are left to the user (0.15 is ours).
     Sure of: the formula (code in a public trainer), the thresholds (unconfirmed)."""
-    return Recipe(
-        advantage=Standardise(), gate=CappedWeight(cap).where(TotalVariation(low, high)), aggregate=Mean(TOKEN)
-    )
+    gate = CappedWeight(cap).where(TotalVariation(low, high))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
 
 class BinaryKL(Mask):
@@ -243,12 +236,8 @@ def topr(baseline: float = 0.0) -> Recipe:
     Settings: rewards ±1, n 16, no KL; an effective share of 10 to 20 % good ones works best.
     Deviation: environments here reward 0 and 1, so nothing is tapered unless a reward is negative.
     Sure of: the formula (paper text)."""
-    return Recipe(
-        advantage=Outcome() - Constant(baseline),
-        ratio=Product(TRAJECTORY),
-        gate=ClipByOutcome(),
-        aggregate=Sum(TRAJECTORY),
-    )
+    credit, ratio = Outcome() - Constant(baseline), Product(TRAJECTORY)
+    return Recipe(advantage=credit, ratio=ratio, gate=ClipByOutcome(), aggregate=Sum(TRAJECTORY))
 
 
 class SigmoidGate(Gate):
@@ -344,7 +333,7 @@ def fiberpo(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recip
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
     Settings: budgets 0.12/0.05, eps 0.04 in an illustration; none tuned.
     Sure of: the formula (paper text; its Jacobian was checked by finite differences)."""
-    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps), gate=NoGate())
+    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps))
 
 
 def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recipe:
@@ -355,7 +344,7 @@ def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
     Settings: none published. A domain here is an environment at one difficulty.
     Sure of: the formula (paper text)."""
-    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps, domains=True), gate=NoGate())
+    return replace(fiberpo(), ratio=Fibration(plus, minus, eps, domains=True))
 
 
 class RatioVariance(Penalty):
@@ -392,12 +381,8 @@ def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Rec
     Paper: Ratio-Variance Regularized Policy Optimization, arXiv 2601.03320.
     Settings: λ about 0.04 (third-party); target and rate ours.
     Sure of: the Lagrangian (abstract-level text and notes), the dual step and constants (reconstructed)."""
-    return Recipe(
-        advantage=Standardise(),
-        gate=NoGate(),
-        aggregate=Mean(TOKEN),
-        penalties=(WeightedPenalty(DualVariable(weight, target, rate), RatioVariance()),),
-    )
+    penalty = WeightedPenalty(DualVariable(weight, target, rate), RatioVariance())
+    return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,))
 
 
 def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
@@ -508,12 +493,8 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
     Settings: constants not found.
     Deviation: the noise is estimated from the gradients of equal shares of the groups.
     Sure of: the baseline (paper text), the learning-rate estimator (reconstructed)."""
-    return Recipe(
-        advantage=MinimumVarianceBaseline(),
-        gate=Clip(clip, clip),
-        aggregate=Sum(TRAJECTORY),
-        gradient=ScaleBySignalToNoise(shares),
-    )
+    credit, gradient = MinimumVarianceBaseline(), ScaleBySignalToNoise(shares)
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY), gradient=gradient)
 
 
 class ProximalClip(Gate):
@@ -587,9 +568,11 @@ def fg_expo(beta: float = 0.02, clip: float = 0.2, pool: int = 1024, keep: float
     Settings: beta 0.02, keep 0.9 (of the success rate p at each visit), width 0.35, group of 8.
     Deviation: a step of several mini-batches takes the mean reward of each of them.
     Sure of: formulas and constants (paper text)."""
-    penalty = WeightedPenalty(AccuracyWeight(beta), KL("k3"))
-    sampler = GaussianFrontier(pool, keep, width)
+    penalty, sampler = WeightedPenalty(AccuracyWeight(beta), KL("k3")), GaussianFrontier(pool, keep, width)
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(penalty,), sampler=sampler)
+
+
+PREDICTED = (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
 
 
 class SmallPredictedChange(Mask):
@@ -598,16 +581,12 @@ class SmallPredictedChange(Mask):
     m_H = A²s₁ + ½A·A²(s₁² − s₂ + s₃²),  m_F = ½A²s₁²;  kept where |m_H| < objective and m_F < policy.
     s₁ = Σv²q, s₂ = Σπv²q², s₃ = Σπvq with v = onehot − π, q = lr·P·h² (P the optimiser's preconditioner)."""
 
-    reads_before_step = frozenset(
-        {Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN}
-    )
+    reads_before_step = frozenset(PREDICTED)
     objective: float = 1e-2
     policy: float = 1e-4
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        s1, s2, s3 = (
-            view[s] for s in (Signal.PREDICTED_LOGP_CHANGE, Signal.PREDICTED_LOGIT_SQUARE, Signal.PREDICTED_LOGIT_MEAN)
-        )
+        s1, s2, s3 = (view[s] for s in PREDICTED)
         a2 = adv * adv
         gain = a2 * s1 + 0.5 * adv * a2 * (s1 * s1 - s2 + s3 * s3)
         return (gain.abs() < self.objective) & (0.5 * a2 * s1 * s1 < self.policy)
