@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from turnwise.algebra.penalty import Penalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, Piece
-from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TRAJECTORY, Field, where
@@ -70,17 +69,12 @@ class LabelledPairs(PairSelector):
 
 
 class BestWorstPairs(PairSelector):
-    """The best and the worst of the selected trajectories of a group, where they differ."""
-
-    value: Term = field(default_factory=Outcome)
-    selector: Selector = field(default_factory=lambda: FromOrigin("policy"))
+    """The best and the worst of the sampled trajectories of a group, where they differ."""
 
     def sign(self, batch: Batch) -> Field:
-        value = self.value(batch).to(torch.float64)
-        top, bottom = (
-            where(BestOfGroup(self.selector, term).select(batch), 1.0, 0.0) for term in (self.value, -1.0 * self.value)
-        )
-        gap = ((top - bottom) * value).sum(GROUP)
+        best, worst = (BestOfGroup(FromOrigin("policy"), by) for by in (Outcome(), -1.0 * Outcome()))
+        top, bottom = (where(one.select(batch), 1.0, 0.0) for one in (best, worst))
+        gap = ((top - bottom) * Outcome()(batch).to(torch.float64)).sum(GROUP)
         return where(gap > 0, top - bottom, 0.0)
 
 

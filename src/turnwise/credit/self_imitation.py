@@ -15,7 +15,7 @@ from turnwise.algebra.gate import Gate
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty, Schedule
 from turnwise.algebra.piece import NOTHING, MicroBatchView, State, StepView
-from turnwise.algebra.ratio import Importance, Ratio
+from turnwise.algebra.ratio import Importance
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
@@ -46,9 +46,6 @@ class ToolCallBonus(Term):
         return cosine_decay(float(batch[Column.BATCH_INDEX].item), self.horizon) * (self.rate * calls).clamp(high=1.0)
 
 
-STATISTICS = ("mean", "std")
-
-
 class PastMedian(Term):
     """The median, over the last ``window`` groups, of each group's mean (or std) of a value. In float64, at BATCH.
 
@@ -57,7 +54,7 @@ class PastMedian(Term):
     value: Term = field(default_factory=Outcome)
     selector: Selector = field(default_factory=lambda: FromOrigin("policy"))
     window: int = number(10240, above=0)
-    statistic: str = choice(*STATISTICS, default="mean")
+    statistic: str = choice("mean", "std")
 
     def initial_state(self) -> State:
         return {"means": []}
@@ -134,11 +131,10 @@ class ReplayLoss(Penalty):
     own."""
 
     gate: Gate
-    ratio: Ratio = field(default_factory=Importance)
 
     def __call__(self, view: MicroBatchView) -> Field:
         adv = view[Column.ADVANTAGE].to(view.logp.x.dtype)
-        return -(self.gate(self.ratio(view), adv, view) * adv)
+        return -(self.gate(Importance()(view), adv, view) * adv)
 
 
 class CosineWarmup(Schedule):

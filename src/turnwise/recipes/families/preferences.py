@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
-from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, WeightedPenalty
 from turnwise.algebra.piece import NOTHING, MicroBatchView, check
 from turnwise.algebra.ratio import OnPolicy, behaviour
 from turnwise.algebra.reward import NamedReward
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import Constant, Outcome, SumOverTrajectory
+from turnwise.algebra.value import Constant, SumOverTrajectory
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.core.limits import choice, number
@@ -28,6 +28,7 @@ from turnwise.credit.fact import Fact
 from turnwise.credit.preference import (
     PAIRS,
     BestWorstPairs,
+    ChosenSide,
     LabelledPairs,
     LogisticLoss,
     LogRatioScore,
@@ -44,7 +45,6 @@ from turnwise.credit.preference import (
 from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.pairwise import imitating_chosen, of_pairs, penalised
 from turnwise.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -53,6 +53,32 @@ if TYPE_CHECKING:
 KIND = Kind.PREFERENCE
 
 INF = float("inf")
+Source = Literal["told", "formed"]
+"""Pairs labelled by the data, or formed of the best and the worst of each group."""
+
+# a function of a family that returns a Recipe is a method: the helpers below say Built
+Built = Recipe
+
+
+def penalised(cost: Penalty, rows: Selector, average: Aggregate | None = None) -> Built:
+    """One loss over the rows of pairs, averaged over groups unless told otherwise."""
+    penalty = WeightedPenalty(1.0, cost, average or Mean(GROUP), rows=rows)
+    return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))
+
+
+def of_pairs(loss: PairLoss, pairs: Source, score: TrajectoryScore | None = None) -> Built:
+    """The loss of the scores of both sides of each pair; the score is the log-ratio to the reference unless given."""
+    return penalised(PreferenceLoss(loss, score or LogRatioScore(), PAIRS[pairs]), PAIRS[pairs])
+
+
+def imitating_chosen(
+    loss: PairLoss, pairs: Source, score: TrajectoryScore, weight: float = 1.0, imitation: float = 1.0
+) -> Built:
+    """A loss of pairs, and supervised learning of the chosen side."""
+    ranked = of_pairs(loss, pairs, score)
+    rank, chosen = replace(ranked.penalties[0], weight=weight), ChosenSide(PAIRS[pairs])
+    likelihood = WeightedPenalty(imitation, NegativeLogLikelihood(), Mean(TOKEN), rows=chosen)
+    return replace(ranked, penalties=(rank, likelihood))
 
 
 class LabelSmoothed(PairLoss):
@@ -116,8 +142,8 @@ def dpo(
     Paper: Direct Preference Optimization, arXiv 2305.18290; the variants under the names of their kinds.
     Settings: beta 0.1, lr 5e-7 to 1e-6, batch 64.
     Sure of: the formulas (paper text and public code)."""
-    selected, (loss, score) = PAIRS[pairs], KINDS[kind]
-    return penalised(PreferenceLoss(LabelSmoothed(loss(beta), smoothing), score, selected), selected)
+    loss, score = KINDS[kind]
+    return of_pairs(LabelSmoothed(loss(beta), smoothing), pairs, score)
 
 
 class FlipCorrected(PairLoss):
@@ -189,7 +215,6 @@ class WinRate(Term):
     per other; without them the larger value wins and a tie is ½. 0 without others. At TRAJECTORY."""
 
     compares_peers = True
-    value: Term = field(default_factory=Outcome)
 
     def __call__(self, batch: Batch) -> Field:
         ranked = self._ranked(batch)
@@ -203,7 +228,7 @@ class WinRate(Term):
 
     def _ranked(self, batch: Batch) -> Field:
         """(number with a smaller value + ½ of the ties) / number of others: the mean rank among equals."""
-        value, tree = self.value(batch), batch.tree
+        value, tree = batch.reward.sum(TRAJECTORY), batch.tree
         equal = Partition.by(tree, TRAJECTORY, batch.group, torch.unique(value.x, return_inverse=True)[1])
         sizes = torch.bincount(equal.label, minlength=equal.count).double()  # classes are in order of group, then value
         before = (sizes.cumsum(0) - sizes)[equal.label]
@@ -265,22 +290,21 @@ class RevisionLoss(Penalty):
     w, l: chosen and rejected; r(a|b): the score of a as a revision of b, r(a) as an answer. The first part trains
     answers that leave little to revise, the second trains the reviser: one network, two prompts. At GROUP."""
 
+    reads = frozenset({Signal.REFERENCE})
     couples_trajectories = True
     beta: float = 0.1
     alpha: float = number(0.5, least=0, most=1)
-    score: TrajectoryScore = field(default_factory=LogRatioScore)
-    pairs: RevisionGroups = field(default_factory=RevisionGroups)
 
     def __call__(self, view: MicroBatchView) -> Field:
-        score = self.score(view)
-        part = lambda chosen, revises: where(self.pairs.role(view.batch, chosen, revises), score, 0.0).sum(GROUP)  # noqa: E731
+        score, role = LogRatioScore()(view), RevisionGroups().role
+        part = lambda chosen, revises: where(role(view.batch, chosen, revises), score, 0.0).sum(GROUP)  # noqa: E731
         (w, l), (w_l, l_l), (w_w, l_w) = ((part(1, b), part(0, b)) for b in (ANSWER, REVISES_REJECTED, REVISES_CHOSEN))  # noqa: E741
         answers = (0.5 - self.beta / 2 * (w_l - l_w + w - l)) ** 2
         reviser = (0.5 - self.beta * (w_l - l_l)) ** 2 + (0.5 - self.beta * (w_w - l_w)) ** 2
         return (1 - self.alpha) * answers + self.alpha * reviser
 
     def metrics(self, view: MicroBatchView) -> Mapping[str, Tensor]:
-        return mean_over_pairs(ranking_metrics(view, self.pairs, self.score))
+        return mean_over_pairs(ranking_metrics(view, RevisionGroups(), LogRatioScore()))
 
 
 def srpo(beta: float = 0.1, alpha: float = 0.5) -> Recipe:
@@ -293,8 +317,7 @@ def srpo(beta: float = 0.1, alpha: float = 0.5) -> Recipe:
     Deviation: data holds groups of six: chosen and rejected (fact chosen 1, 0), each as an answer, as a revision of the
     rejected and as a revision of the chosen (fact revises 0, 1, 2); the prompt of a revision shows what is revised.
     Sure of: the optimum's identities (checked), where the constants stand in the loss (reconstructed)."""
-    cost = WeightedPenalty(1.0, RevisionLoss(beta, alpha), Mean(GROUP), rows=RevisionGroups())
-    return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(cost,))
+    return penalised(RevisionLoss(beta, alpha), RevisionGroups())
 
 
 NAN = float("nan")
@@ -305,15 +328,15 @@ class GapOrderLoss(Penalty):
     the first has the larger ``gap``: a larger quality gap must have a larger margin. ``family`` and ``gap`` are facts.
     At BATCH."""
 
+    reads = frozenset({Signal.REFERENCE})
     requires = frozenset({"fact family", "fact gap"})
     couples_trajectories = True
     beta: float = 0.1
     pairs: PairSelector = field(default_factory=LabelledPairs)
-    score: TrajectoryScore = field(default_factory=LogRatioScore)
 
     def __call__(self, view: MicroBatchView) -> Field:
         sign = self.pairs.sign(view.batch)
-        chosen, rejected = chosen_and_rejected(self.score(view), sign)
+        chosen, rejected = chosen_and_rejected(LogRatioScore()(view), sign)
         has_pair = (where(sign > 0, 1.0, 0.0).sum(GROUP) > 0).x
         margin = self.beta * (chosen - rejected).x[has_pair]
         family, gap = (Fact(name, missing=NAN)(view.batch).max(GROUP).x[has_pair] for name in ("family", "gap"))
@@ -333,10 +356,10 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
     fact within 1; fact family groups the pairs of one origin, fact gap is the quality gap of a pair.
     Sure of: the idea (abstract), its form (reconstructed)."""
     across, within = LabelledPairs(without="within"), LabelledPairs(having="within")
-    base = WeightedPenalty(1.0, PreferenceLoss(LogisticLoss(beta), pairs=across), Mean(GROUP), rows=across)
+    base = penalised(PreferenceLoss(LogisticLoss(beta), pairs=across), across)
     prompts = WeightedPenalty(intra, PreferenceLoss(LogisticLoss(beta), pairs=within), Mean(GROUP), rows=within)
     wider = WeightedPenalty(inter, GapOrderLoss(beta, across), Mean(GROUP), rows=across)
-    return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(base, prompts, wider))
+    return replace(base, penalties=(*base.penalties, prompts, wider))
 
 
 ANSWERS: dict[str, Selector] = {"told": FromOrigin("expert"), "formed": FromOrigin("policy")}
@@ -354,9 +377,8 @@ class DirectionalReward(Term):
     @property
     def requires(self) -> frozenset[str]:
         each = {f"{kind}{name}" for name in self.names for kind in ("reward ", "fact toward_")}
-        return frozenset(
-            each | {f"ratings {' '.join(self.names)}"}
-        )  # in this order: the data source draws directions over them
+        # in this order: the data source draws directions over them
+        return frozenset(each | {f"ratings {' '.join(self.names)}"})
 
     def __call__(self, batch: Batch) -> Field:
         parts = [Fact(f"toward_{name}")(batch) * SumOverTrajectory(NamedReward(name))(batch) for name in self.names]
@@ -375,8 +397,7 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal[
     facts `toward_NAME`.
     Sure of: the rule (paper text), how many samples and rounds (recalled)."""
     best = BestOfGroup(ANSWERS[answers], DirectionalReward(heads))
-    penalty = WeightedPenalty(1.0, NegativeLogLikelihood(), Mean(TOKEN), rows=best)
-    return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))
+    return penalised(NegativeLogLikelihood(), best, Mean(TOKEN))
 
 
 # ------------------------------------------------------------- losses of one pair
@@ -516,9 +537,8 @@ def aot(
     Settings: beta 0.1.
     Deviation: sorts over the whole optimiser step, not over a device's micro-batch.
     Sure of: the formula (released code of a public trainer)."""
-    selected = PAIRS[pairs]
-    cost = SortedPreferenceLoss(LabelSmoothed(LogisticLoss(beta), smoothing), paired, selected)
-    return penalised(cost, selected)
+    loss = LabelSmoothed(LogisticLoss(beta), smoothing)
+    return penalised(SortedPreferenceLoss(loss, paired, PAIRS[pairs]), PAIRS[pairs])
 
 
 class LabelledAnswers(PairSelector):
@@ -572,9 +592,8 @@ def kto(
     Deviation: z is estimated from the labelled answers themselves, not from answers paired with other prompts. Answers come as
     pairs, or one by one with a label (rows of prompt, completion and label).
     Sure of: the utility (paper text), the estimate of z (ours)."""
-    selected = LABELLED[pairs]
-    cost = ProspectLoss(beta, desirable, undesirable, selected)
-    return penalised(cost, selected, Mean(TRAJECTORY))
+    cost = ProspectLoss(beta, desirable, undesirable, LABELLED[pairs])
+    return penalised(cost, LABELLED[pairs], Mean(TRAJECTORY))
 
 
 class LogOddsScore(TrajectoryScore):

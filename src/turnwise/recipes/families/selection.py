@@ -241,13 +241,8 @@ def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int
     Deviation: old data comes from a buffer of whole batches, half of each step of the last 4 policies; the synthesis of tasks is
     not part of it.
     Sure of: the loss (vendor implementation), the schedule (from memory)."""
-    return Recipe(
-        advantage=SoftBaseline(value),
-        gate=ZeroGate(),
-        penalties=(WeightedPenalty(1.0, SamplerRegressionError(beta)),),
-        admission=Spread(),
-        replay=PastBatches(share, window),
-    )
+    loss, past = WeightedPenalty(1.0, SamplerRegressionError(beta)), PastBatches(share, window)
+    return Recipe(advantage=SoftBaseline(value), gate=ZeroGate(), penalties=(loss,), admission=Spread(), replay=past)
 
 
 def step_values(batch: Batch) -> tuple[Field, Field]:
@@ -423,27 +418,25 @@ def _first_difference(columns: tuple[list[int], list[int], list[int]], a: int, b
 
 
 class ForkingTurnPairs(PairSelector):
-    """The pairs of ``pairs`` whose trajectories fork: at the first turn with another state or action, the state is the same
+    """The best and the worst of a group, if they fork: at the first turn with another state or action, the state is the same
     and known, and both turns have tokens."""
 
     requires = frozenset({"state"})
-    pairs: PairSelector = field(default_factory=BestWorstPairs)
 
     def sign(self, batch: Batch) -> Field:
         forks = where(self.forking_turns(batch), 1.0, 0.0).sum(TRAJECTORY)
-        return self.pairs.sign(batch) * forks
+        return BestWorstPairs().sign(batch) * forks
 
     def forking_turns(self, batch: Batch) -> Field:
         """True for the two turns of each pair that are compared. At TURN."""
-        sign = self.pairs.sign(batch).x
-        sides = {1: (sign > 0).nonzero().squeeze(1).tolist(), -1: (sign < 0).nonzero().squeeze(1).tolist()}
-        group = batch.tree.parents[2].tolist()
-        rejected = {group[i]: i for i in sides[-1]}
+        sign, group = BestWorstPairs().sign(batch).x, batch.tree.parents[2].tolist()
+        best, worst = ((side > 0).nonzero().squeeze(1).tolist() for side in (sign, -sign))
+        rejected = {group[i]: i for i in worst}
         sizes = batch.tree.size(TURN, TRAJECTORY).x
         begin = (sizes.cumsum(0) - sizes).tolist()
         columns = (batch.state.x.tolist(), batch.action.x.tolist(), batch.tree.size(TOKEN, TURN).x.tolist())
         chosen = torch.zeros(batch.tree.count(TURN), dtype=torch.bool, device=sign.device)
-        for i in sides[1]:
+        for i in best:
             j = rejected[group[i]]
             at = _first_difference(columns, begin[i], begin[j], int(min(sizes[i], sizes[j])))
             if at is not None:
@@ -473,9 +466,8 @@ def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
     the fork, no synthesis of tasks, no levels of rollouts (`--budget dart` spends by success).
     Sure of: the forking point and the loss (reading notes), not the constants."""
     pairs = ForkingTurnPairs()
-    ranked = WeightedPenalty(
-        1.0, PreferenceLoss(LogisticLoss(beta), ForkingTurnScore(pairs), pairs), Mean(GROUP), rows=pairs
-    )
+    loss = PreferenceLoss(LogisticLoss(beta), ForkingTurnScore(pairs), pairs)
+    ranked = WeightedPenalty(1.0, loss, Mean(GROUP), rows=pairs)
     good = AllOf((FromOrigin("policy"), Succeeded()))
     copied = WeightedPenalty(imitation, NegativeLogLikelihood(), Mean(TOKEN), rows=good)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(ranked, copied))
