@@ -6,7 +6,7 @@ import math
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.gate import Clip, Factor, Gate, NoGate, ScoreFunction, clipped
+from turnwise.algebra.gate import Clip, Factor, Gate, ScoreFunction, clipped
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import Penalty, Schedule, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView
@@ -60,8 +60,7 @@ class CovarianceClip(Mask):
         candidates = (cov > self.low) & (cov < self.high) & ~clipped
         n = quota(self.fraction, cov)
         draws = torch.where(candidates.x, view.batch.uniform_draws().x, torch.inf)
-        drawn = torch.zeros_like(candidates.x)
-        drawn[torch.argsort(draws, stable=True)[:n]] = True
+        drawn = torch.zeros_like(candidates.x).index_fill(0, torch.argsort(draws, stable=True)[:n], True)
         return {self: Field(cov.tree, TOKEN, ~(drawn & candidates.x))}
 
 
@@ -117,11 +116,10 @@ class HighCovarianceDrift(Penalty):
     def plan(self, view: StepView) -> dict[object, Field]:
         cov = covariance(view)
         n = quota(self.fraction, cov)
-        selected = torch.zeros_like(cov.x)
-        shuffled = torch.argsort(view.batch.uniform_draws().x)  # break ties at random, independently of the packing
+        # ties are broken at random, independently of the packing
+        shuffled = torch.argsort(view.batch.uniform_draws().x)
         order = shuffled[torch.argsort(cov.x[shuffled].double().round(decimals=9), descending=True, stable=True)]
-        selected[order[:n]] = 1.0
-        return {self: Field(cov.tree, TOKEN, selected)}
+        return {self: Field(cov.tree, TOKEN, torch.zeros_like(cov.x).index_fill(0, order[:n], 1.0))}
 
     def __call__(self, view: MicroBatchView) -> Field:
         return view[self] * moved(view).abs()
@@ -136,12 +134,8 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
     Settings: fraction 2e-3 (7B), 2e-4 (32B), beta 1.
     Deviation: means over the whole step, not the micro-batch.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        gate=NoGate(),
-        aggregate=Mean(TOKEN),
-        penalties=(WeightedPenalty(beta, HighCovarianceDrift(fraction)),),
-    )
+    penalty = WeightedPenalty(beta, HighCovarianceDrift(fraction))
+    return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,))
 
 
 class DampEntropyChange(Factor):
@@ -299,9 +293,9 @@ class GuidedAdvantage(Term):
 
     def __call__(self, batch: Batch) -> Field:
         outcome, tree = batch.reward.sum(TRAJECTORY), batch.tree
-        peers = Partition.by(tree, TRAJECTORY, batch.group, batch.guided.to(torch.int64))
-        within = (outcome - outcome.mean(peers)) / (outcome.std(peers) + self.eps)
-        over_group = (outcome - outcome.mean(GROUP)) / (outcome.std(GROUP) + self.eps)
+        peers = Partition.by(tree, TRAJECTORY, batch.group, batch.guided)
+        score = lambda over: (outcome - outcome.mean(over)) / (outcome.std(over) + self.eps)  # noqa: E731
+        within, over_group = score(peers), score(GROUP)
         return where(batch.guided, where(over_group > self.margin, self.alpha, 0.0).to(within.x.dtype), within)
 
 
@@ -316,11 +310,8 @@ def aepo(
     Settings: hot 1.2, cold 0.8, target 0.5 (0.75 best in its sweep), no KL.
     Deviation: the tempered samples are part of each group instead of overwriting the first rows of the batch.
     Sure of: the mechanics (official code), the objective (paper text), alpha (unspecified)."""
-    return Recipe(
-        advantage=GuidedAdvantage(alpha),
-        gate=GateBySelector(Unguided(), Clip(clip, clip), others=ScoreFunction()),
-        strategy=EntropyControl(target, hot, cold, share),
-    )
+    gate = GateBySelector(Unguided(), Clip(clip, clip), others=ScoreFunction())
+    return Recipe(advantage=GuidedAdvantage(alpha), gate=gate, strategy=EntropyControl(target, hot, cold, share))
 
 
 class NegativeEntropy(Penalty):
@@ -434,14 +425,9 @@ def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * ReferenceDivergence(kappa, tau))
 
 
-EPS = 1e-8
-
-
 def standardised(value: Field) -> Field:
     """(x − mean) / √(var + 1e-8) over the batch; 0 for a single item."""
-    if not value.x.numel():
-        return value
-    return (value - value.mean(BATCH)) / (value.std(BATCH) ** 2 + EPS) ** 0.5
+    return (value - value.mean(BATCH)) / (value.std(BATCH) ** 2 + 1e-8) ** 0.5 if value.x.numel() else value
 
 
 class UncertaintyShaped(Term):

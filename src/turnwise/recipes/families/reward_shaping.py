@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.peers import SameTokenIndex
-from turnwise.algebra.penalty import KL, WeightedPenalty
+from turnwise.algebra.penalty import WeightedPenalty
 from turnwise.algebra.piece import State, StepView, check
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome, SpreadTo, SumToGo, is_last
@@ -24,6 +25,7 @@ from turnwise.credit.tracker import Solved, SuccessTracker, task_keys
 from turnwise.data.replay import RecentBuffer
 from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
+from turnwise.recipes.families.critic_free import grpo
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import ForcedModes
@@ -54,7 +56,6 @@ class DriftSinceVisit(Term):
     the same tokens. No old trajectory has to be stored and scored again."""
 
     reads = frozenset({Signal.PROXIMAL, Signal.PREVIOUS})
-
     updates_after_credit = True
 
     def initial_state(self) -> State:
@@ -99,12 +100,9 @@ def spo_single(
     batch, of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task
     starts at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
     Sure of: the formula (official recipe)."""
+    rate = SuccessTracker(keep=RetentionByDrift(DriftSinceVisit(), half, low, high), strength=strength)
     return Recipe(
-        advantage=Standardise(
-            Solved() - SuccessTracker(keep=RetentionByDrift(DriftSinceVisit(), half, low, high), strength=strength),
-            BATCH,
-            eps=1e-8,
-        ),
+        advantage=Standardise(Solved() - rate, BATCH, eps=1e-8),
         gate=Clip(clip, wide),
         aggregate=Mean(TOKEN),
         budget=Fixed(64, 1),
@@ -141,8 +139,8 @@ class NonNegativeReplay(Selector):
         limit = min(int(eligible.sum()), self.size)
         number = 1 << (limit.bit_length() - 1) if limit else 0
         order = torch.where(eligible, batch.seed.x, torch.iinfo(torch.int64).max)
-        kept = torch.zeros_like(eligible).index_fill(0, torch.argsort(order, stable=True)[:number], True)
-        return Field(tree, TRAJECTORY, kept)
+        chosen = torch.argsort(order, stable=True)[:number]
+        return Field(tree, TRAJECTORY, torch.zeros_like(eligible).index_fill(0, chosen, True))
 
 
 @declares(Kind.DATA)
@@ -218,10 +216,8 @@ class EffectiveRankPotential(Term):
         return {"seen": 1.0, **{name: (1 - step) * state[name] + step * mean[name] for name in SIGNALS}}
 
     def __call__(self, batch: Batch) -> Field:
-        relative = []
-        for name, signal in SIGNALS.items():
-            mu = batch[self, name]
-            relative.append(((batch[signal].to(torch.float64) - mu) / (mu.abs() + self.eps)).clamp(-5.0, 5.0))
+        pairs = [(batch[signal].to(torch.float64), batch[self, name]) for name, signal in SIGNALS.items()]
+        relative = [((x - mu) / (mu.abs() + self.eps)).clamp(-5.0, 5.0) for x, mu in pairs]
         beta = (self.sharpness * relative[0]).map(torch.sigmoid)
         phi = batch.tree.full(TRAJECTORY, 0.0, torch.float64)
         for x, up, down in zip(relative, self.explore, self.exploit):
@@ -261,13 +257,9 @@ def verl_rank(
     Settings: follow 0.3, sharpness 2, kappa 2, weights of (acceleration, speed, rank) as given, prefixes every 40 tokens.
     Deviation: as in its code only the last token gets the bonus; everywhere is the paper's.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=CappedBonus(
-            Standardise(), EffectiveRankPotential(follow, sharpness, explore, exploit), kappa, everywhere
-        ),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TOKEN),
-    )
+    potential = EffectiveRankPotential(follow, sharpness, explore, exploit)
+    credit = CappedBonus(Standardise(), potential, kappa, everywhere)
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
 class FlowOutlierScore(Term):
@@ -297,10 +289,8 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
     Deviation: the last hidden state instead of three layers; the flow learns from successes of the run, without
     pre-training on expert traces.
     Sure of: formula, average and constants (official code)."""
-    return Recipe(
-        advantage=Standardise() - coef * SumToGo(FlowOutlierScore(threshold, top)),
-        gate=Clip(clip, clip, dual),
-    )
+    outliers = SumToGo(FlowOutlierScore(threshold, top))
+    return Recipe(advantage=Standardise() - coef * outliers, gate=Clip(clip, clip, dual))
 
 
 # ---------------------------------------------------------------- shaped outcomes
@@ -358,12 +348,8 @@ def gcpo(
     Settings: threshold, length and longest are guesses.
     Deviation: one group is split by whether the action was taken (fact ``action``, else any tool call); ``format`` is a fact.
     Sure of: the structure (summaries), not the constants."""
-    shaped = (
-        Outcome()
-        + GroupContrast(UsedAction(), threshold)
-        + length * NormalisedLength(longest)
-        + form * Fact("format", missing=0.0)
-    )
+    contrast, formatted = GroupContrast(UsedAction(), threshold), Fact("format", missing=0.0)
+    shaped = Outcome() + contrast + length * NormalisedLength(longest) + form * formatted
     return Recipe(advantage=Standardise(shaped), gate=Clip(clip, clip))
 
 
@@ -382,11 +368,11 @@ class ShapleyInformationGain(Term):
         count = sum(name.startswith("worth ") for name in batch.facts)
         values = [Fact(f"worth {k}", missing=-torch.inf)(batch) for k in range(count)] or [Fact("worth 0")(batch)]
         weight = torch.softmax(torch.stack([w.x for w in values]) / self.temperature, 0).nan_to_num(0.0)
-        asked = where(Fact("question", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
+        questions = where(Fact("question", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
         bits = Fact("uncovered", TURN, missing=0.0)(batch).to(torch.int64)
         gain = batch.tree.full(TURN, 0.0, torch.float64)
         for k in range(count):  # over pieces of information; turns are vectorised
-            answered = asked * bits.map(lambda b: (b >> k) & 1)  # noqa: B023
+            answered = questions * bits.map(lambda b: (b >> k) & 1)  # noqa: B023
             if self.first_time_only:
                 answered = where(answered.running_sum(TRAJECTORY) - answered > 0, 0.0, answered)
             gain = gain + answered * Field(batch.tree, TRAJECTORY, weight[k])
@@ -433,11 +419,8 @@ def promed(
     with fresh only the first time.
     Sure of: the formula (official code)."""
     reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)
-    return Recipe(
-        advantage=Standardise(SpreadTo(TOKEN, reward), SameTokenIndex(places), scale=False),
-        gate=Clip(clip, clip),
-        penalties=(WeightedPenalty(kl, KL("k3")),),
-    )
+    credit = Standardise(SpreadTo(TOKEN, reward), SameTokenIndex(places), scale=False)
+    return replace(grpo(clip, kl), advantage=credit)
 
 
 class FlawPenalisedOutcome(Term):
@@ -464,9 +447,8 @@ def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float
     (turnwise.environments.first_error, then --judge first_error:FOLDER; examples/flaw_finder.py does both).
     Deviation: without a judge the fact ``error`` is the environment's own.
     Sure of: the formula (official code)."""
-    return Recipe(
-        advantage=Standardise(FlawPenalisedOutcome(penalty)), gate=Clip(low, high, dual), aggregate=Mean(TOKEN)
-    )
+    credit = Standardise(FlawPenalisedOutcome(penalty))
+    return Recipe(advantage=credit, gate=Clip(low, high, dual), aggregate=Mean(TOKEN))
 
 
 def _calls(batch: Batch) -> Field:
@@ -518,9 +500,8 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
     the fewest calls are remembered across visits.
     Deviation: alone is the factor of its PPO form, here on the group's advantage.
     Sure of: the formula (third-party notes)."""
-    return Recipe(
-        advantage=Standardise(ToolEfficiencyReward(alpha, slack, alone)), gate=Clip(clip, clip), sampler=CyclePool(pool)
-    )
+    credit = Standardise(ToolEfficiencyReward(alpha, slack, alone))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), sampler=CyclePool(pool))
 
 
 class CheapestModePays(Term):
@@ -555,11 +536,8 @@ def a2fm(
     2 modes in groups of 8.
     Deviation: a mode is how a first turn begins, not a tag; correct means a positive reward; no judge and no format reward.
     Sure of: the reward (notes on the paper), the threshold (unknown)."""
-    return Recipe(
-        advantage=Standardise(CheapestModePays(alpha, easy)),
-        gate=Clip(clip, clip),
-        strategy=ForcedModes(openings, forced),
-    )
+    credit = Standardise(CheapestModePays(alpha, easy))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), strategy=ForcedModes(openings, forced))
 
 
 class TokenEntropyReward(Term):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gate import Clip, ClipByOutcome, Factor, NoGate, ZeroGate
 from turnwise.algebra.mask import AllTokens, Both, Mask, MismatchWithin
 from turnwise.algebra.penalty import (
-    ClippedValueLoss,
     Penalty,
     ResetReference,
     Schedule,
@@ -23,7 +22,7 @@ from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy, behaviour, moved
 from turnwise.algebra.reward import PaidAtEnd
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import GAE, Constant, LambdaReturn, Outcome, ReturnToGo, shift_turns, token_reward
+from turnwise.algebra.value import GAE, Constant, Outcome, ReturnToGo, shift_turns, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
@@ -35,6 +34,7 @@ from turnwise.data.replay import FreshActions, RecentBuffer
 from turnwise.maths import returns, segments
 from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
+from turnwise.recipes.families.actor_critic import ppo
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
@@ -794,14 +794,11 @@ def polychromic_ppo(
     Deviation: an action in several sets takes their mean; a vine in no set is credited by GAE. Trajectories are equal by the
     fact `key`; where it is not recorded, by their actions after the state.
     Sure of: the formula (third-party notes), what several sets give (ours)."""
-    return Recipe(
+    base = ppo(clip, gamma, lam, value_clip, value_weight)
+    return replace(
+        base,
         advantage=VineSetAdvantage(size, sets, window, bottom, top, GAE(gamma, lam)),
-        gate=Clip(clip, clip),
-        aggregate=Mean(TOKEN),
-        penalties=(
-            WeightedPenalty(beta, BehaviourKL()),
-            WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),
-        ),
+        penalties=(WeightedPenalty(beta, BehaviourKL()), *base.penalties),
         strategy=Vines(trunks, states, vines),
         budget=Fixed(8, 17),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.advantage import LeaveOneOut, SoftBaseline, Standardise
@@ -11,7 +11,7 @@ from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
 from turnwise.algebra.gate import Clip, TruncatedImportance, ZeroGate
 from turnwise.algebra.mask import AllTokens, Both, Mask
-from turnwise.algebra.penalty import KL, NegativeLogLikelihood, Penalty, StepCrossEntropy, WeightedPenalty
+from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, StepCrossEntropy, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView
 from turnwise.algebra.ratio import Importance, OnPolicy, moved
 from turnwise.algebra.term import Term
@@ -25,6 +25,7 @@ from turnwise.credit.preference import BestWorstPairs, LogisticLoss, PairSelecto
 from turnwise.credit.selectors import AllOf, FromOrigin, HasTokens, RatioByOrigin, Selector, Succeeded
 from turnwise.data.replay import ExpertItems, PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
 from turnwise.maths.lazy_torch import torch
+from turnwise.recipes.families.critic_free import grpo, gspo
 from turnwise.recipes.kind import Kind, declares
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch, OneTurn
@@ -159,12 +160,11 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", clip: float
     Deviation: token ids are shared instead of text, so runs need one tokenizer; the sender's rewards are kept. Foreign groups are
     drawn at random among the last 256; the released agent also has a variant that takes the best.
     Sure of: the rule (official code)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=RatioByOrigin(FromOrigin("replay"), Importance(proximal=True)),
-        gate=Clip(clip, clip),
-        replay=SharedExperience(folder, foreign, sender),
+    ratio, others = (
+        RatioByOrigin(FromOrigin("replay"), Importance(proximal=True)),
+        SharedExperience(folder, foreign, sender),
     )
+    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), replay=others)
 
 
 class HighestEntropyTurns(Mask):
@@ -209,11 +209,10 @@ def dart(
     Deviation: a stored success replaces the first rollout of a group that failed, not its oldest; a failing group without one
     stays. Old data comes from --staleness; the four services are one process.
     Sure of: grouping, weights and constants (official code), the choice of turns (summary of the paper)."""
-    return Recipe(
-        advantage=Standardise(),
+    return replace(
+        grpo(beta=beta),
         ratio=Importance(proximal=True),
         gate=Clip(low, high) * TruncatedImportance(cap),
-        penalties=(WeightedPenalty(beta, KL("k3")),),
         keep=HighestEntropyTurns(share),
         budget=FallingWithSuccess(8, 8, easy),
         sampler=CyclePool(pool),
@@ -293,9 +292,8 @@ class TopOfBatch(Selector):
         rows = rows[torch.argsort(batch.seed.x[rows], stable=True)]
         score = self.by(batch).at(TRAJECTORY).x[rows].double().round(decimals=DECIMALS)
         best = rows[torch.argsort(score, descending=True, stable=True)[: ceiling(self.share * len(rows))]]
-        selected = torch.zeros(batch.tree.count(TRAJECTORY), dtype=torch.bool, device=rows.device)
-        selected[best] = True
-        return Field(batch.tree, TRAJECTORY, selected)
+        none = torch.zeros(len(batch), dtype=torch.bool, device=rows.device)
+        return Field(batch.tree, TRAJECTORY, none.index_fill(0, best, True))
 
 
 def digirl(
@@ -483,9 +481,5 @@ def dynaweb(share: float = 0.5, low: float = 3e-4, high: float = 4e-4) -> Recipe
     oracle and an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py trains its world model).
     Deviation: the bounds are GSPO's; an expert's trajectory counts as sampled by the present policy.
     Sure of: the mixture (abstract, third-party implementation), the expert's ratio (ours)."""
-    return Recipe(
-        advantage=Standardise(),
-        ratio=RatioByOrigin(FromOrigin("expert"), OnPolicy(), Importance(TRAJECTORY, cap=10.0)),
-        gate=Clip(low, high),
-        replay=ExpertItems(share),
-    )
+    ratio = RatioByOrigin(FromOrigin("expert"), OnPolicy(), Importance(TRAJECTORY, cap=10.0))
+    return replace(gspo(low, high), ratio=ratio, replay=ExpertItems(share))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.control import CriticsFirst
-from turnwise.algebra.gate import Clip
-from turnwise.algebra.penalty import KL, ClippedValueLoss, Penalty, WeightedPenalty
+from turnwise.algebra.penalty import KL, Penalty, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.ratio import Importance, OnPolicy
-from turnwise.algebra.value import GAE, Constant, LambdaReturn, is_last, token_reward
+from turnwise.algebra.value import Constant, is_last, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
+from turnwise.recipes.families.actor_critic import ppo
 from turnwise.recipes.kind import Kind
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import CorrectedSampling, SamplingCorrection, ValueSteered
@@ -78,10 +78,7 @@ def b_coder(
     Sure of: dueling form, operator and ranking (summaries), not the constants."""
     return Recipe(
         advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
-        penalties=(
-            WeightedPenalty(1.0, ConservativeQError(alpha, gamma)),
-            WeightedPenalty(imitation, KL()),
-        ),
+        penalties=(WeightedPenalty(1.0, ConservativeQError(alpha, gamma)), WeightedPenalty(imitation, KL())),
         control=CriticsFirst(passes, warm),
     )  # fmt: skip
 
@@ -151,8 +148,5 @@ def props(
     Deviation: φ is a table of logit shifts for the tokens drawn after each prefix of a task's rollouts; the buffer is the group,
     no older batches.
     Sure of: the formula (official code), not the rate."""
-    return Recipe(
-        advantage=Whiten(GAE(gamma, lam)), ratio=Importance(TOKEN, proximal=True), gate=Clip(clip, clip), aggregate=Mean(TOKEN),
-        penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
-        strategy=CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate)),
-    )  # fmt: skip
+    away = CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate))
+    return replace(ppo(clip, gamma, lam, value_clip, value_weight), ratio=Importance(proximal=True), strategy=away)
