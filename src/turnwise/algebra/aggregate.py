@@ -14,8 +14,8 @@ from turnwise.core.limits import number
 class Aggregate(Piece):
     """Interface: the weight of every token in the average that a step optimises."""
 
-    def __call__(self, kept: Field) -> Field:
-        """``kept``: 1 for each token that is trained on, 0 for the others, float64 at TOKEN."""
+    def __call__(self, trained: Field) -> Field:
+        """``trained``: 1 for each token that is trained on, 0 for the others, float64 at TOKEN."""
         raise NotImplementedError
 
 
@@ -26,9 +26,9 @@ class Mean(Aggregate):
 
     over: Level
 
-    def __call__(self, kept: Field) -> Field:
-        inside = kept.sum(self.over)
-        return kept / (items(inside) * inside.clamp(low=1))
+    def __call__(self, trained: Field) -> Field:
+        inside = trained.sum(self.over)
+        return trained / (items(inside) * inside.clamp(low=1))
 
 
 class Sum(Aggregate):
@@ -39,8 +39,8 @@ class Sum(Aggregate):
     over: Level = TRAJECTORY
     length: float = number(1.0, above=0)
 
-    def __call__(self, kept: Field) -> Field:
-        return kept / (items(kept.sum(self.over)) * self.length)
+    def __call__(self, trained: Field) -> Field:
+        return trained / (items(trained.sum(self.over)) * self.length)
 
 
 def items(inside: Field) -> float:

@@ -8,26 +8,18 @@ what they mean.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from turnwise.algebra.piece import MicroBatchView, Piece
 from turnwise.core.levels import TOKEN, Field, where
 from turnwise.core.limits import number
+from turnwise.core.protocols import Scales
 from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Grads: TypeAlias = "Sequence[Tensor]"
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Factors on the gradient (before it is clipped) and on the learning rate of one step."""
-
-    gradient: float = 1.0
-    rate: float = 1.0
 
 
 class Gradient(Piece):

@@ -6,7 +6,7 @@ and micro-batches just sum. This module does not know any method, optimiser or m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.algebra import diagnostics
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.gate import Gate
-from turnwise.algebra.gradient import Gradient, Grads, PlainGradient, Scales
+from turnwise.algebra.gradient import Gradient, Grads, PlainGradient
 from turnwise.algebra.mask import AllTokens, Mask
 from turnwise.algebra.penalty import Penalty, Weight, WeightedPenalty
 from turnwise.algebra.piece import NOTHING, Memory, MicroBatchView, Piece, StepView
@@ -23,25 +23,12 @@ from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field
+from turnwise.core.protocols import Loss, Scales
 from turnwise.core.signals import BEFORE_BATCH, BEFORE_STEP, POLICY_SIGNALS, WITH_GRADIENT, Signal
 from turnwise.maths.lazy_torch import torch, with_gradient, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The result of one micro-batch: a scalar to minimise, additive statistics, and side losses whose gradients are needed."""
-
-    loss: Tensor
-    compute_stats: Callable[[], dict[str, Tensor]]
-    side_losses: Mapping[str, Tensor]
-
-    @cached_property
-    def stats(self) -> dict[str, Tensor]:
-        """Computed on first access. Access it after the backward pass was launched, so that a GPU has work meanwhile."""
-        return self.compute_stats()
 
 
 @dataclass(frozen=True)
@@ -129,12 +116,12 @@ class Objective:
             batch = batch.put({key: f.detach() for key, f in piece.plan(view).items()})
             view = replace(view, batch=batch)
         self.memory.advance(iter(pieces), view)
-        kept = self._kept(view)
-        even = Mean(TOKEN)(kept.map(torch.ones_like))
-        columns: dict[Any, Field] = {Column.WEIGHT: self.aggregate(kept), Column.TOKEN_SHARE: even}
+        trained = self._kept(view)
+        even = Mean(TOKEN)(trained.map(torch.ones_like))
+        columns: dict[Any, Field] = {Column.WEIGHT: self.aggregate(trained), Column.TOKEN_SHARE: even}
         for i, weighted in enumerate(self.penalties):
             if weighted.aggregate is not None or weighted.rows is not None:
-                rows = kept if weighted.rows is None else self._kept(view, weighted.rows)
+                rows = trained if weighted.rows is None else self._kept(view, weighted.rows)
                 columns[Column.PENALTY_WEIGHT, i] = (weighted.aggregate or self.aggregate)(rows)
         batch = batch.put(columns)
         for i, weighted in enumerate(self.penalties):
@@ -154,9 +141,9 @@ class Objective:
         tree = view.batch.tree
         ones = tree.full(TOKEN, 1.0, torch.float64)
         rho = view.rho if view.rho is not None else ones
-        kept = (mask or self.keep)(rho, view.advantage, view).to(torch.float64) * ones
+        trained = (mask or self.keep)(rho, view.advantage, view).to(torch.float64) * ones
         updated = view.batch.columns.get(Column.UPDATED_TURNS)
-        return kept if updated is None else kept * updated.to(torch.float64)
+        return trained if updated is None else trained * updated.to(torch.float64)
 
     @with_gradient
     def _gain_gradient(self, batch: Batch) -> Field:

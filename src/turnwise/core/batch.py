@@ -67,17 +67,17 @@ class Sequences:
         """The sequences of kept trajectories. ``position_of`` [K] is the new index or −1; ``tokens`` the kept tokens."""
         new = position_of[self.trajectory]
         order = torch.argsort(new, stable=True)
-        kept = order[new[order] >= 0]
-        lengths = self.lengths[kept]
+        rows = order[new[order] >= 0]
+        lengths = self.lengths[rows]
         start = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
-        new_start = torch.full_like(self.start[:-1], -1).index_copy(0, kept, start[:-1])
+        new_start = torch.full_like(self.start[:-1], -1).index_copy(0, rows, start[:-1])
         inside = torch.arange(int(start[-1]), device=start.device) - torch.repeat_interleave(start[:-1], lengths)
-        source = torch.repeat_interleave(self.start[:-1][kept], lengths) + inside
+        source = torch.repeat_interleave(self.start[:-1][rows], lengths) + inside
         at = self.sampled_at[tokens]
         owner = torch.searchsorted(self.start, at, right=True) - 1
         masked, routes = (None if x is None else x[source] for x in (self.masked_ids, self.routes))
         at, sets = at - self.start[owner] + new_start[owner], self.kept and self.kept.select(tokens)
-        return Sequences(self.ids[source], start, new[kept], at, masked, routes, kept=sets)
+        return Sequences(self.ids[source], start, new[rows], at, masked, routes, kept=sets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,13 +147,13 @@ class Batch:
         index = torch.as_tensor(trajectories, dtype=torch.int64, device=self.tree.device)
         numbers = index.tolist()
         run = self.tree.as_slice(numbers)
-        tree, kept = self.tree.select(index) if run is None else self.tree.select_slice(run)
-        sequences = self.sequences.select_slice(run, kept[TOKEN]) if run is not None else None
+        tree, rows = self.tree.select(index) if run is None else self.tree.select_slice(run)
+        sequences = self.sequences.select_slice(run, rows[TOKEN]) if run is not None else None
         if sequences is None:
             position = torch.full((len(self),), -1, dtype=torch.int64, device=self.tree.device)
             position[index] = torch.arange(index.numel(), device=self.tree.device)
-            sequences = self.sequences.select(position, kept[TOKEN])
-        cut = lambda f: Field(tree, f.level, f.x[kept[f.level]])  # noqa: E731
+            sequences = self.sequences.select(position, rows[TOKEN])
+        cut = lambda f: Field(tree, f.level, f.x[rows[f.level]])  # noqa: E731
         fields = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Field)}
         return Batch(
             tree=tree,
@@ -163,7 +163,7 @@ class Batch:
             columns={name: cut(f) for name, f in self.columns.items()},
             trajectory_ids=tuple(self.trajectory_ids[i] for i in numbers) if self.trajectory_ids else (),
             answers=tuple(self.answers[i] for i in numbers) if self.answers else (),
-            task_keys=tuple(self.task_keys[i] for i in kept[GROUP].tolist()) if self.task_keys else (),
+            task_keys=tuple(self.task_keys[i] for i in rows[GROUP].tolist()) if self.task_keys else (),
             **fields,
         )
 

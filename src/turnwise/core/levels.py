@@ -55,13 +55,13 @@ class Tree:
         groups: int,
         check: bool = True,
     ) -> None:
-        """``check``: verify that every parent index is in range; skip it for trees cut from a checked one."""
+        # ``check``: verify that every parent index is in range; trees cut from a checked one need not
         self.parents = (turn_of_token, trajectory_of_turn, group_of_trajectory)
         self.sizes = (turn_of_token.numel(), trajectory_of_turn.numel(), group_of_trajectory.numel(), groups, 1)
         for level, parent in enumerate(self.parents):
             if parent.dtype != torch.int64 or parent.dim() != 1:
-                actual = f"{parent.dtype} {parent.shape}"
-                raise LevelError(f"parents of {Level(level)!r} must be a flat int64 tensor, got {actual}")
+                seen = f"{parent.dtype} {parent.shape}"
+                raise LevelError(f"parents of {Level(level)!r} must be a flat int64 tensor, got {seen}")
             if check and parent.numel() and not (int(parent.min()) >= 0 and int(parent.max()) < self.sizes[level + 1]):
                 raise LevelError(f"parents of {Level(level)!r} point outside the {self.sizes[level + 1]} items above")
         self._labels: dict[tuple[Level, Level], Tensor] = {}
@@ -140,18 +140,18 @@ class Tree:
         """The tree of some whole trajectories, in that order, and the kept items of each level."""
         position = torch.full((self.count(TRAJECTORY),), -1, dtype=torch.int64, device=self.device)
         position[trajectories] = torch.arange(trajectories.numel(), device=self.device)
-        kept: list[Tensor] = []
+        rows: list[Tensor] = []
         ascending = self.in_order and bool((trajectories[1:] > trajectories[:-1]).all())
         for level in (TOKEN, TURN):
             new = position[self.ancestor(level, TRAJECTORY)]
             items = (new >= 0).nonzero().squeeze(1)
-            kept.append(items if ascending else items[torch.argsort(new[items], stable=True)])
+            rows.append(items if ascending else items[torch.argsort(new[items], stable=True)])
         groups, group_of = torch.unique(self.parents[2][trajectories], return_inverse=True)
-        kept += [trajectories, groups, torch.zeros(1, dtype=torch.int64, device=self.device)]
+        rows += [trajectories, groups, torch.zeros(1, dtype=torch.int64, device=self.device)]
         new_turn = torch.full((self.count(TURN),), -1, dtype=torch.int64, device=self.device)
-        new_turn[kept[1]] = torch.arange(kept[1].numel(), device=self.device)
-        tree = Tree(new_turn[self.parents[0][kept[0]]], position[self.parents[1][kept[1]]], group_of, groups.numel())
-        return tree, tuple(kept)
+        new_turn[rows[1]] = torch.arange(rows[1].numel(), device=self.device)
+        tree = Tree(new_turn[self.parents[0][rows[0]]], position[self.parents[1][rows[1]]], group_of, groups.numel())
+        return tree, tuple(rows)
 
     def __repr__(self) -> str:
         return "Tree({} tokens, {} turns, {} trajectories, {} groups)".format(*self.sizes)

@@ -1,4 +1,5 @@
-"""The interfaces between the training loop and its generator, learner, environment, ledger and trackers. Protocols only.
+"""The interfaces between the training loop and its generator, learner, environment, ledger and trackers: protocols, and the
+records that pass between them.
 
 The loop calls these and nothing else; it does not know whether one process, Ray actors or a remote server implements them.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,29 +135,27 @@ class GroupScorer(Protocol):
 # -------------------------------------------------------------------- learner
 
 
-class LossProtocol(Protocol):
-    """An objective's result for one micro-batch."""
+@dataclass(frozen=True)
+class Loss:
+    """The result of one micro-batch: a scalar to minimise, statistics that sum over micro-batches, and side losses, further
+    scalars whose gradients ``scales`` needs."""
 
-    @property
-    def loss(self) -> Tensor: ...
+    loss: Tensor
+    compute_stats: Callable[[], dict[str, Tensor]]
+    side_losses: Mapping[str, Tensor]
 
-    @property
+    @cached_property
     def stats(self) -> dict[str, Tensor]:
-        """Statistics that sum over micro-batches."""
-
-    @property
-    def side_losses(self) -> Mapping[str, Tensor]:
-        """Further scalars whose gradients ``scales`` needs."""
+        """Computed on first access. Access it after the backward pass was launched, so that a GPU has work meanwhile."""
+        return self.compute_stats()
 
 
-class ScalesProtocol(Protocol):
-    """Factors of the finished gradient and of the learning rate."""
+@dataclass(frozen=True)
+class Scales:
+    """Factors on the gradient (before it is clipped) and on the learning rate of one step."""
 
-    @property
-    def gradient(self) -> float: ...
-
-    @property
-    def rate(self) -> float: ...
+    gradient: float = 1.0
+    rate: float = 1.0
 
 
 class ObjectiveProtocol(Protocol):
@@ -172,9 +172,9 @@ class ObjectiveProtocol(Protocol):
     def plan(self, batch: Batch) -> Batch:
         """Called once for each optimiser step, before it is split into micro-batches."""
 
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> LossProtocol: ...
+    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss: ...
 
-    def scales(self, batch: Batch, side_gradients: Mapping[str, Sequence[Tensor]]) -> ScalesProtocol:
+    def scales(self, batch: Batch, side_gradients: Mapping[str, Sequence[Tensor]]) -> Scales:
         """Factors on the finished gradient and on the learning rate."""
 
 

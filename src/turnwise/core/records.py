@@ -75,16 +75,16 @@ class Sampling:
     entropy: bool = False  # also report entropy and confidence of the policy at each token, before any truncation
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise RecordError(f"temperature is {self.temperature}; write 0 for greedy, or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise RecordError(f"top_p is {self.top_p}; write a number in (0, 1]")
-        if self.top_k < 0:
-            raise RecordError(f"top_k is {self.top_k}; write 0 for off, or a positive count")
-        if not 0 <= self.min_p < 1:
-            raise RecordError(f"min_p is {self.min_p}; write a number in [0, 1)")
-        if self.max_tokens < 1:
-            raise RecordError(f"max_tokens is {self.max_tokens}; write at least 1")
+        limits = (
+            ("temperature", self.temperature >= 0, "0 for greedy, or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 for off, or a positive count"),
+            ("min_p", 0 <= self.min_p < 1, "a number in [0, 1)"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+        )
+        for name, ok, cure in limits:
+            if not ok:
+                raise RecordError(f"{name} is {getattr(self, name)}; write {cure}")
 
     @property
     def greedy(self) -> bool:
@@ -134,9 +134,8 @@ class Turn:
     facts: Facts = field(default_factory=dict)  # from the environment (``info["facts"]``)
     masked_context: Sequence[int] = ()  # equally long, the environment's message masked; empty = not requested
     routes: Sequence[bytes] = ()  # experts (int16: layers × k) at each position up to the one before the last token
-    kept: Sequence[
-        bytes
-    ] = ()  # ids (int32) that a filter kept at each token; b"": not recorded, ``mass`` stands for them
+    # ids (int32) that a filter kept at each token; b"": not recorded, ``mass`` stands for them
+    kept: Sequence[bytes] = ()
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 

@@ -116,8 +116,8 @@ class DropHighCovariance(Mask):
         available = int(eligible.x.sum())
         number = math.floor(self.fraction * float(count.item))
         order = torch.argsort(torch.where(eligible.x, view.batch.uniform_draws().x, torch.inf), stable=True)
-        kept = torch.ones_like(eligible.x).index_fill(0, order[: min(available, number)], False)
-        return {self: Field(cov.tree, TOKEN, kept)}
+        dropped = order[: min(available, number)]
+        return {self: Field(cov.tree, TOKEN, torch.ones_like(eligible.x).index_fill(0, dropped, False))}
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return view[self] if self.fraction else rho.map(lambda x: torch.ones_like(x, dtype=torch.bool))

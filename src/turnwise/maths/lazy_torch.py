@@ -23,9 +23,8 @@ class LazyModule:
 
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(importlib.import_module(self._name), attribute)
-        setattr(
-            self, attribute, value
-        )  # the next reading is an ordinary one: losses read torch.exp a thousand times a step
+        # the next reading is an ordinary one: losses read torch.exp a thousand times a step
+        setattr(self, attribute, value)
         return value
 
 
@@ -39,20 +38,17 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 
-def without_gradient(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-    """The function, computed without a graph."""
-    return _graph(function, keep=False)
-
-
-def with_gradient(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+def with_gradient(function: Callable[Arguments, Value], keep: bool = True) -> Callable[Arguments, Value]:
     """The function, computed with a graph, also where its caller keeps none."""
-    return _graph(function, keep=True)
 
-
-def _graph(function: Callable[Arguments, Value], keep: bool) -> Callable[Arguments, Value]:
     @wraps(function)
     def computed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
         with torch.set_grad_enabled(keep):
             return function(*args, **kwargs)
 
     return computed
+
+
+def without_gradient(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """The function, computed without a graph."""
+    return with_gradient(function, keep=False)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from turnwise.maths import segments
 from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -110,8 +109,8 @@ def running_sum(x: Tensor, label: Tensor, count: int, *, reverse: bool = False) 
     return inside.to(x.dtype)
 
 
-def rank_by_value(x: torch.Tensor, label: torch.Tensor, count: int) -> torch.Tensor:
+def rank_by_value(x: Tensor, label: Tensor, count: int) -> Tensor:
     """0-based rank of each item in ascending order of x inside its segment, [n]; ties keep their order."""
     order = torch.argsort(x, stable=True)
     order = order[torch.argsort(label[order], stable=True)]
-    return torch.empty_like(label).index_copy(0, order, segments.rank_within(label[order], count))
+    return torch.empty_like(label).index_copy(0, order, rank_within(label[order], count))

@@ -48,11 +48,11 @@ def parameters(name: str) -> Parameters:
 
 def typed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a method by their declared types; an unknown one is refused with the nearest name."""
-    known = parameters(name)
+    declared = parameters(name)
     for key in options:
-        if key not in known:
-            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, known)}")
-    return {key: typed_value(key, value, known[key]) for key, value in options.items()}
+        if key not in declared:
+            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, declared)}")
+    return {key: typed_value(key, value, declared[key]) for key, value in options.items()}
 
 
 @cache

@@ -26,7 +26,7 @@ from transformers.utils import logging as progress_logging
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, Field
-from turnwise.core.protocols import ObjectiveProtocol, ScalesProtocol
+from turnwise.core.protocols import ObjectiveProtocol, Scales
 from turnwise.core.signals import WITH_GRADIENT, Signal
 from turnwise.engines import compat
 from turnwise.engines.adapters import TensorsWhenRead
@@ -200,7 +200,7 @@ class LocalLearner:
         metrics |= {"scale/gradient": scales.gradient, "scale/lr": scales.rate}
         return metrics | {"lr": self.settings.lr * factor * scales.rate, "skipped": float(not stepped)}
 
-    def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
+    def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], Scales]:
         """Sum losses, statistics and gradients over the micro-batches."""
         # The host reads none of these sums, so it never stalls the GPU.
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -44,7 +44,7 @@ from transformers import PreTrainedModel
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Level
-from turnwise.core.protocols import LossProtocol, ObjectiveProtocol, ScalesProtocol
+from turnwise.core.protocols import Loss, ObjectiveProtocol, Scales
 from turnwise.core.signals import WITH_GRADIENT, Signal, level_of
 from turnwise.engines.adapters import TensorsWhenRead
 from turnwise.engines.learner import llama_layers, lora, packed_forward
@@ -246,7 +246,7 @@ class ShardedLearner(LocalLearner):
             while_waiting()
         return metrics
 
-    def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], ScalesProtocol]:
+    def _backward(self, batch: Batch, objective: ObjectiveProtocol) -> tuple[Tensor, dict[str, Tensor], Scales]:
         """Sum gradients over the micro-batches of all ranks; losses and statistics on rank 0, which evaluates the objective."""
         batch = batch.put(vocabulary_size=batch.tree.full(BATCH, float(self.head.weight.shape[0])))
         step, before = StepOfRank(self, objective), objective.signals_before_step
@@ -656,7 +656,7 @@ class StepOfRank:
 
     def _loss_of(
         self, share: Share, values: Mapping[Signal, Tensor], gradient: bool
-    ) -> tuple[dict[Signal, Tensor], LossProtocol]:
+    ) -> tuple[dict[Signal, Tensor], Loss]:
         """The objective of one micro-batch, added to the sums, and the signals to differentiate it by."""
         micro = share.batch.to(self.learner.device)
         leaves = {s: x.to(self.learner.device).requires_grad_(gradient) for s, x in values.items()}

@@ -514,10 +514,10 @@ class OnMarkedTurns(Term):
 class MeanOfTurnMeans(Aggregate):
     """Mean over the tokens of each turn, then over the turns of each trajectory, then over the trajectories."""
 
-    def __call__(self, kept: Field) -> Field:
-        tokens = kept.sum(TURN)
+    def __call__(self, trained: Field) -> Field:
+        tokens = trained.sum(TURN)
         turns = where(tokens > 0, 1.0, 0.0).sum(TRAJECTORY)
-        return kept / (items(kept.sum(TRAJECTORY)) * turns.clamp(low=1) * tokens.clamp(low=1))
+        return trained / (items(trained.sum(TRAJECTORY)) * turns.clamp(low=1) * tokens.clamp(low=1))
 
 
 def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3, beta: float = 1e-3) -> Recipe:
