@@ -20,8 +20,7 @@ import equations
 from turnwise import recipes
 from turnwise.algebra.piece import text
 from turnwise.recipes import catalogue
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 
 GENERATED = "<!-- Written by `make docs` from the docstrings of the recipes. Do not edit. -->"
 SECTIONS = ("Paper", "Settings", "Deviation", "Sure of")

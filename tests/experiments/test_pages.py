@@ -12,7 +12,7 @@ from turnwise import recipes
 from turnwise.integrations import method_support
 from turnwise.integrations.trl_arguments import MEASURED
 from turnwise.recipes.catalogue import kind
-from turnwise.recipes.kind import Kind
+from turnwise.recipes.recipe import Kind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 import credit_efficiency

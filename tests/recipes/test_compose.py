@@ -18,8 +18,7 @@ from turnwise.data.replay import RecentBuffer, SuccessBuffer
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes import catalogue
 from turnwise.recipes.compose import CRITIC_SIGNALS, compose
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.rollout.strategies import Branch, EntropyControl
 from turnwise.tasks.budgets import Fixed
 

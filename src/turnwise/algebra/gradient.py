@@ -49,18 +49,14 @@ class DivideByClippingBias(Gradient):
     def side_losses(
         self, weight: Field, rho: Field, gated: Field, adv: Field, view: MicroBatchView
     ) -> Mapping[str, Tensor]:
-        removed = where(_clipped(rho, gated, adv), weight * adv * rho, 0.0)
+        # tokens whose weight is below ρ with A > 0, or above ρ with A < 0: the clip is active
+        w, r = gated.detach(), rho.detach()
+        removed = where(((adv > 0) & (w < r)) | ((adv < 0) & (w > r)), weight * adv * rho, 0.0)
         return {"clipped": removed.at(TOKEN).x.sum()}
 
     def scales(self, view: MicroBatchView, side_gradients: Mapping[str, Grads]) -> Scales:
         size = norm(side_gradients["clipped"])
         return Scales(gradient=1 / max(size, self.floor)) if size else Scales()
-
-
-def _clipped(rho: Field, gated: Field, adv: Field) -> Field:
-    """Tokens whose weight is below ρ with A > 0, or above ρ with A < 0: the clip is active."""
-    w, r = gated.detach(), rho.detach()
-    return ((adv > 0) & (w < r)) | ((adv < 0) & (w > r))
 
 
 def norm(grads: Grads) -> float:

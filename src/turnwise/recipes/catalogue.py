@@ -12,8 +12,7 @@ from typing import Any
 from turnwise import recipes
 from turnwise.errors import RecipeError, SettingError, nearest
 from turnwise.recipes.compose import compose
-from turnwise.recipes.kind import Kind, kind_of
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, kind_of
 
 
 def kind(name: str) -> Kind:
@@ -74,19 +73,16 @@ def docstring_section(doc: str, title: str) -> str:
 
 def method_rows() -> list[dict[str, Any]]:
     """The rows of ``turnwise list``, one per method."""
-    base = recipes.build("grpo")
+    base = recipes.build("grpo").slots()
     rows = []
     for name in recipes.METHODS:
         described = describe_method(name)
-        slots, needs = changed_slots(base, recipes.build(name)), [*described["needs"], *described["requirements"]]
+        slots = [slot for slot, piece in described["slots"].items() if piece != base[slot]]
+        needs = [*described["needs"], *described["requirements"]]
         rows.append(
             {
                 "method": name,
-                "kind": described["kind"],
-                "family": described["family"],
-                "about": described["about"],
-                "idea": described["idea"],
-                "paper": described["paper"],
+                **{key: described[key] for key in ("kind", "family", "about", "idea", "paper")},
                 "arxiv": " ".join(re.findall(r"arXiv [\d.]+\d", described["paper"])[:1]) or described["paper"][:60],
                 "changes vs grpo": ", ".join(slots) or "–",
                 "needs": ", ".join(dict.fromkeys(n for n in needs if n not in ("logp", "entropy"))) or "–",
@@ -95,12 +91,6 @@ def method_rows() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def changed_slots(left: Recipe, right: Recipe) -> list[str]:
-    """Names of the slots in which two recipes differ."""
-    a, b = left.slots(), right.slots()
-    return [slot for slot in a if a[slot] != b[slot]]
 
 
 def slot_differences(left: str, right: str) -> list[dict[str, str]]:

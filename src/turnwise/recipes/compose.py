@@ -24,7 +24,21 @@ def compose(objective: Recipe, credit: Recipe) -> Recipe:
     where they are not the default, its ``keep`` in addition to the objective's, and the penalties that train a critic
     it reads. Everything else comes from ``objective``; the objective's own critic is dropped unless its ratio, gate or
     masks read one."""
-    _check_credit(credit)
+    # refuse a credit that is part of its method's loss
+    losses = [w for w in credit.penalties if w.weight and not w.signals & CRITIC_SIGNALS]
+    if isinstance(credit.advantage, Constant):
+        location = ", ".join(type(w.penalty).__name__ for w in losses) or text(credit.advantage)
+        raise RecipeError(
+            f"its credit is part of its loss ({location}) and cannot be separated; train with the method itself"
+        )
+    in_loss = sorted(
+        _external_data(credit.ratio, credit.gate, *losses) - _external_data(credit.advantage, credit.reward)
+    )
+    if in_loss:
+        raise RecipeError(
+            f"what it learns from {' and '.join(in_loss)} is part of its loss and cannot be separated; "
+            "train with the method itself"
+        )
     _check_objective(objective, credit)
     default = Recipe(advantage=credit.advantage)
     from_credit = {
@@ -57,24 +71,6 @@ def _external_data(*roots: Any) -> set[str]:
     required = frozenset[str]().union(*(root.requirements for root in roots))
     teacher = any(Signal.TEACHER in root.signals for root in roots)
     return {name for name in EXTERNAL_DATA if name in required} | ({"teacher"} if teacher else set())
-
-
-def _check_credit(credit: Recipe) -> None:
-    """Refuse a credit that is part of its method's loss."""
-    losses = [w for w in credit.penalties if w.weight and not w.signals & CRITIC_SIGNALS]
-    if isinstance(credit.advantage, Constant):
-        location = ", ".join(type(w.penalty).__name__ for w in losses) or text(credit.advantage)
-        raise RecipeError(
-            f"its credit is part of its loss ({location}) and cannot be separated; train with the method itself"
-        )
-    in_loss = sorted(
-        _external_data(credit.ratio, credit.gate, *losses) - _external_data(credit.advantage, credit.reward)
-    )
-    if in_loss:
-        raise RecipeError(
-            f"what it learns from {' and '.join(in_loss)} is part of its loss and cannot be separated; "
-            "train with the method itself"
-        )
 
 
 def _check_objective(objective: Recipe, credit: Recipe) -> None:

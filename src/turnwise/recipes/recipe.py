@@ -1,8 +1,13 @@
-"""A recipe: one published method as a frozen record of pieces, one per slot. Knows neither trainer nor engine."""
+"""A recipe: one published method as a frozen record of pieces, one per slot; and the kinds of methods. Knows no
+trainer and no engine."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import TypeVar
 
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.control import Control, Passes
@@ -93,3 +98,42 @@ class Recipe:
     def slots(self) -> dict[str, str]:
         """Each slot and its piece as text."""
         return {f.name: text(getattr(self, f.name)) for f in fields(self)}
+
+
+Build = TypeVar("Build", bound=Callable[..., object])
+
+
+class Kind(StrEnum):
+    """The four kinds by which ``turnwise list`` groups methods: which part of the algebra a paper changes. A family declares one,
+    a method may declare another."""
+
+    OBJECTIVE = "objective"
+    CREDIT = "credit"
+    DATA = "data"
+    PREFERENCE = "preference"
+
+    @property
+    def meaning(self) -> str:
+        """One line for the user."""
+        return {
+            Kind.OBJECTIVE: "ratio, clipping or trust region, and what the loss averages over",
+            Kind.CREDIT: "credit assignment; combines with any objective: --credit",
+            Kind.DATA: "learns from further data: demonstrations, replay, a teacher",
+            Kind.PREFERENCE: "learns from pairs of a chosen and a rejected answer",
+        }[self]
+
+
+def declares(kind: Kind) -> Callable[[Build], Build]:
+    """Decorator: the method is of another kind than its family's ``KIND``."""
+
+    def mark(build: Build) -> Build:
+        build.kind = kind  # type: ignore[attr-defined]
+        return build
+
+    return mark
+
+
+def kind_of(build: Callable[..., object]) -> Kind:
+    """The kind of a recipe function: its own, else its family's; a user's recipe that declares none is an objective."""
+    family: Kind = getattr(sys.modules[build.__module__], "KIND", Kind.OBJECTIVE)
+    return getattr(build, "kind", family)

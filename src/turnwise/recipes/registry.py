@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from turnwise.config.named_object import load_object, signature_of, typed_value
-from turnwise.errors import SettingError, nearest
+from turnwise.config.named_object import load_object, signature_of
+from turnwise.errors import SettingError
 from turnwise.recipes.families import (
     actor_critic,
     critic_free,
@@ -27,25 +27,13 @@ from turnwise.recipes.families import (
     values,
 )
 from turnwise.recipes.recipe import Recipe
-from turnwise.recipes.signatures import check_method
+from turnwise.recipes.signatures import check_method, typed_options
 
+# in the order of `turnwise list`
 FAMILIES = (
-    critic_free,
-    actor_critic,
-    trust_region,
-    sampler_mismatch,
-    off_policy,
-    entropy,
-    tool_agents,
-    turn_credit,
-    group_credit,
-    segment_credit,
-    reward_shaping,
-    experts_and_replay,
-    selection,
-    values,
-    preferences,
-)
+    critic_free, actor_critic, trust_region, sampler_mismatch, off_policy, entropy, tool_agents, turn_credit,
+    group_credit, segment_credit, reward_shaping, experts_and_replay, selection, values, preferences,
+)  # fmt: skip
 
 METHODS: dict[str, Callable[..., Recipe]] = {
     name: function
@@ -61,15 +49,12 @@ def method(name: str) -> Callable[..., Recipe]:
     """The recipe function of a method; an unknown name is refused with the nearest one. ``module:recipe`` or
     ``file.py:recipe`` names one of the user's own, a function or a ``Recipe``."""
     if ":" in name:
-        loaded = load_object(name, f"method {name!r}", _makes_recipes, "recipe")
+        makes_recipes = lambda x: isinstance(x, Recipe | functools.partial) or inspect.isfunction(x)  # noqa: E731
+        loaded = load_object(name, f"method {name!r}", makes_recipes, "recipe")
         return (lambda: loaded) if isinstance(loaded, Recipe) else loaded
     if name not in METHODS:
         check_method(name)
     return METHODS[name]
-
-
-def _makes_recipes(value: Any) -> bool:
-    return isinstance(value, Recipe) or inspect.isfunction(value) or isinstance(value, functools.partial)
 
 
 def parameters(name: str) -> dict[str, inspect.Parameter]:
@@ -80,11 +65,7 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 def build(name: str, **hyper: Any) -> Recipe:
     """Build the recipe of a method; an unknown hyper-parameter is refused with the nearest name, a wrong type with a
     message."""
-    signature = parameters(name)
-    for key in hyper:
-        if key not in signature:
-            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, signature)}")
-    recipe = method(name)(**{key: typed_value(key, value, signature[key]) for key, value in hyper.items()})
+    recipe = method(name)(**typed_options(name, hyper, parameters(name)))
     if not isinstance(recipe, Recipe):
         raise SettingError(f"{name} returned {type(recipe).__name__}, not a Recipe; write a function that returns one")
     return recipe

@@ -43,27 +43,8 @@ def parameters(name: str) -> Parameters:
 
         return recipes.parameters(name)
     check_method(name)
-    return _parameters(_functions()[name])
-
-
-def typed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a method by their declared types; an unknown one is refused with the nearest name."""
-    declared = parameters(name)
-    for key in options:
-        if key not in declared:
-            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, declared)}")
-    return {key: typed_value(key, value, declared[key]) for key, value in options.items()}
-
-
-@cache
-def _functions() -> dict[str, ast.FunctionDef]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.py"))]
-    functions = (node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
-    return {f.name: f for f in functions if f.returns is not None and ast.unparse(f.returns) == "Recipe"}
-
-
-def _parameters(function: ast.FunctionDef) -> Parameters:
-    """Arguments as ``inspect.signature(..., eval_str=True)`` gives them."""
+    # arguments as `inspect.signature(..., eval_str=True)` gives them
+    function = _functions()[name]
     arguments, by_position = function.args, inspect.Parameter.POSITIONAL_OR_KEYWORD
     assert not (arguments.vararg or arguments.kwarg or arguments.posonlyargs), function.name
     without = [None] * (len(arguments.args) - len(arguments.defaults))
@@ -75,6 +56,22 @@ def _parameters(function: ast.FunctionDef) -> Parameters:
         arg.arg: inspect.Parameter(arg.arg, kind, default=_value(default), annotation=_value(arg.annotation))
         for arg, default, kind in rows
     }
+
+
+def typed_options(name: str, options: dict[str, Any], declared: Parameters | None = None) -> dict[str, Any]:
+    """The options of a method by their declared types; an unknown one is refused with the nearest name."""
+    declared = parameters(name) if declared is None else declared
+    for key in options:
+        if key not in declared:
+            raise SettingError(f"{name} has no hyper-parameter {key!r}; {nearest(key, declared)}")
+    return {key: typed_value(key, value, declared[key]) for key, value in options.items()}
+
+
+@cache
+def _functions() -> dict[str, ast.FunctionDef]:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.py"))]
+    functions = (node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {f.name: f for f in functions if f.returns is not None and ast.unparse(f.returns) == "Recipe"}
 
 
 def _value(node: ast.expr | None) -> Any:

@@ -133,7 +133,8 @@ class _Thompson(LivePool):
         among = np.unique(rng.integers(self.pool, size=self.rule.candidates)) if some else np.arange(self.pool)
         decay = self.rule.slow ** (self.waves - self.decays[among])  # of the waves in which they were not chosen
         p = rng.beta(self.alpha[among] * decay + 1, self.beta[among] * decay + 1)
-        chosen = among[largest(thompson_score(p), count)]
+        # p(1 − p)², which is largest at 1/3
+        chosen = among[largest(p * (1 - p) ** 2, count)]
         missed = self.waves - self.decays[chosen]
         self.alpha[chosen] *= self.rule.slow**missed
         self.beta[chosen] *= self.rule.slow**missed
@@ -144,11 +145,6 @@ class _Thompson(LivePool):
         self.alpha[i] = self.rule.fast * self.alpha[i] + results.sum()
         self.beta[i] = self.rule.fast * self.beta[i] + (1 - results).sum()
         self.rate[i] = (self.alpha[i] + 1) / (self.alpha[i] + self.beta[i] + 2)
-
-
-def thompson_score(p: Array) -> Array:
-    """p(1 − p)², which is largest at 1/3."""
-    return p * (1 - p) ** 2
 
 
 class ThompsonFrontier(PoolSampler):

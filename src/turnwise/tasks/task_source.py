@@ -44,11 +44,8 @@ class TaskList(TaskStream):
             raise SettingError("no tasks are listed; name at least one")
 
     def draw(self, n: int, difficulty: int | None = None) -> Task:
-        candidates = self.listed if difficulty is None else self._at(difficulty)
+        candidates = tuple(t for t in self.listed if difficulty in (None, t.difficulty)) or self.listed
         return candidates[shuffled_index(self.seed, n, len(candidates))]
-
-    def _at(self, difficulty: int) -> tuple[Task, ...]:
-        return tuple(t for t in self.listed if t.difficulty == difficulty) or self.listed
 
 
 @lru_cache(maxsize=8)

@@ -60,12 +60,8 @@ def slots_with(name: str) -> list[str]:
 
 def rows() -> list[dict[str, str]]:
     """The rows of ``turnwise list --experience``, one per piece."""
-    return [_row(slot, name) for slot, pieces in SLOTS.items() for name in pieces]
-
-
-def _row(slot: str, name: str) -> dict[str, str]:
-    described = describe_piece(slot, name)
-    return {key: described[key] for key in ("slot", "name", "idea", "paper", "deviation", "sure of")}
+    described = [describe_piece(slot, name) for slot, pieces in SLOTS.items() for name in pieces]
+    return [{key: one[key] for key in ("slot", "name", "idea", "paper", "deviation", "sure of")} for one in described]
 
 
 def describe_piece(slot: str, name: str) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from turnwise.core.limits import number
 from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k2
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 
 KIND = Kind.OBJECTIVE
 
@@ -152,7 +151,7 @@ def bpo(
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
-        gate=RatioRegression(q - Measured(Signal.OLD_SECOND_VALUE), softness, eps, eps),
+        gate=RatioRegression(LambdaReturn(gamma, lam) - Measured(Signal.OLD_SECOND_VALUE), softness, eps, eps),
         aggregate=Mean(TOKEN),
         penalties=(
             WeightedPenalty(value_weight, SquaredValueError(q)),

@@ -17,8 +17,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, where
 from turnwise.credit.fact import Fact
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline
 from turnwise.tasks.admission import NotPerfect, Spread
 

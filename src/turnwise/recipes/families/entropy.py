@@ -22,8 +22,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.selectors import GateBySelector, Unguided
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.rollout.strategies import EntropyControl
 from turnwise.rollout.strategies.tree import PRUNED, BranchRule, ConfidenceTree
 from turnwise.tasks.admission import Spread

@@ -54,8 +54,7 @@ from turnwise.credit.self_imitation import (
 from turnwise.credit.tracker import Solved
 from turnwise.data.replay import ExpertCache, RecentBuffer, SuccessBuffer, WeightedPool
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.guidance import HalfInContext
 from turnwise.rollout.strategies import Hinted
 from turnwise.tasks.samplers import CyclePool

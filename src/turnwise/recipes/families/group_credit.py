@@ -19,7 +19,7 @@ from turnwise.algebra.ratio import LOG_RATIO_LIMIT, behaviour
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Outcome
 from turnwise.core.batch import Batch
-from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, Tree, where
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import SameFact, _codes, named_reward, rescale_to_unit
@@ -29,8 +29,7 @@ from turnwise.maths import segments
 from turnwise.maths.divergences import k3
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.critic_free import grpo
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool
 
@@ -579,15 +578,6 @@ def mean_logp(batch: Batch) -> Field:
     return behaviour(batch).to(torch.float64).mean(TRAJECTORY)
 
 
-def ordered_pairs(tree: Tree) -> tuple[Tensor, Tensor]:
-    """All ordered pairs (i, j) of trajectories of the same group, i = j included."""
-    group, size = tree.ancestor(TRAJECTORY, GROUP), tree.size(TRAJECTORY, GROUP).x
-    members = torch.argsort(group, stable=True)
-    begin = (torch.cumsum(size, 0) - size)[group]
-    left = torch.repeat_interleave(torch.arange(group.numel(), device=group.device), size[group])
-    return left, members[begin[left] + segments.rank_within(left, group.numel())]
-
-
 class PairwiseCalibration(Term):
     """A = Σ over wrong peers of σ((l′ − l)/τ) for a right trajectory, −Σ over right peers of σ((l − l′)/τ) for a wrong
     one: credit where the mean log-probability l ranks a pair wrongly.
@@ -606,7 +596,12 @@ class PairwiseCalibration(Term):
 
     def __call__(self, batch: Batch) -> Field:
         tree, logp, right = batch.tree, mean_logp(batch).x, batch.success.x > 0.5
-        i, j = ordered_pairs(tree)
+        # all ordered pairs (i, j) of trajectories of the same group, i = j included
+        group, size = tree.ancestor(TRAJECTORY, GROUP), tree.size(TRAJECTORY, GROUP).x
+        members = torch.argsort(group, stable=True)
+        begin = (torch.cumsum(size, 0) - size)[group]
+        i = torch.repeat_interleave(torch.arange(group.numel(), device=group.device), size[group])
+        j = members[begin[i] + segments.rank_within(i, group.numel())]
         sign = right[i].double() - right[j].double()  # 1: right against wrong, −1: wrong against right, 0: no pair
         pull = sign * torch.sigmoid(-sign * (logp[i] - logp[j]) / self.tau)
         a = torch.zeros_like(logp).index_add(0, i, pull)
@@ -706,8 +701,8 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
     Sure of: the formula (official code); the paper's tuned b and k were not found."""
     near, same = Standardise(eps=eps), SameFact("answer")
     local = DisagreementWeighted(near, same, b, k, forced)
-    across = replace(local, across=ConsistencyAdvantage(same, eps))
-    return Recipe(advantage=local + across, gate=ClipEachPart(local, clip, clip))
+    both = replace(local) + replace(local, across=ConsistencyAdvantage(same, eps))
+    return Recipe(advantage=both, gate=ClipEachPart(local, clip, clip))
 
 
 class LengthDampedGroups(Term):
@@ -977,8 +972,8 @@ def mssr(
     history). strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
     Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
     Sure of: the formula and constants (third-party notes)."""
-    solved, keep = UnitOutcome(bottom, top), RetentionByKL(least, most, window, target)
-    surprise = solved - SuccessTracker(solved, keep, strength, average=True)
+    keep = RetentionByKL(least, most, window, target)
+    surprise = UnitOutcome(bottom, top) - SuccessTracker(UnitOutcome(bottom, top), keep, strength, average=True)
     credit = CappedEntropyBonus(Standardise(surprise, BATCH), gamma, weight)
     return replace(grpo(clip, kl), advantage=credit, budget=Fixed(64, 1), sampler=CyclePool(pool))
 

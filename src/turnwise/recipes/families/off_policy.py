@@ -16,12 +16,12 @@ from turnwise.algebra.ratio import LOG_RATIO_LIMIT, Importance, OnPolicy, Produc
 from turnwise.algebra.value import Constant
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field, where
 from turnwise.core.limits import number
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.tasks.admission import Balance
 
 KIND = Kind.OBJECTIVE
 
+BASELINES = {"mean": True, "soft": False}
 INF = float("inf")
 
 # group-relative REINFORCE: no ratio, no clip, no std; what each method of this family changes
@@ -162,7 +162,7 @@ def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203 (its original version).
     Settings: tau 1, baseline mean.
     Sure of: formula, average and constants (official code)."""
-    return replace(REINFORCE, advantage=SoftBaseline(tau, shrink=True, mean=baseline == "mean"))
+    return replace(REINFORCE, advantage=SoftBaseline(tau, shrink=True, mean=BASELINES[baseline]))
 
 
 class GammaWeight(Gate):

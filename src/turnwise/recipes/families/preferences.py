@@ -44,8 +44,7 @@ from turnwise.credit.preference import (
 )
 from turnwise.credit.selectors import BestOfGroup, FromOrigin, Selector
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, declares
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -217,17 +216,7 @@ class WinRate(Term):
     compares_peers = True
 
     def __call__(self, batch: Batch) -> Field:
-        ranked = self._ranked(batch)
-        names = sorted(name for name in batch.facts if name.startswith("beats_"))
-        if not names:
-            return ranked
-        recorded = torch.stack([Fact(name, missing=torch.nan)(batch).x for name in names])
-        count = (~recorded.isnan()).sum(0)
-        rate = recorded.nansum(0) / count.clamp(min=1)
-        return Field(batch.tree, TRAJECTORY, torch.where(count > 0, rate.to(ranked.x.dtype), ranked.x))
-
-    def _ranked(self, batch: Batch) -> Field:
-        """(number with a smaller value + ½ of the ties) / number of others: the mean rank among equals."""
+        # (number with a smaller value + ½ of the ties) / number of others: the mean rank among equals
         value, tree = batch.reward.sum(TRAJECTORY), batch.tree
         equal = Partition.by(tree, TRAJECTORY, batch.group, torch.unique(value.x, return_inverse=True)[1])
         sizes = torch.bincount(equal.label, minlength=equal.count).double()  # classes are in order of group, then value
@@ -235,7 +224,14 @@ class WinRate(Term):
         n = tree.size(TRAJECTORY, GROUP).to(torch.float64)
         group_start = Field(tree, GROUP, n.x.cumsum(0) - n.x)
         rank = Field(tree, TRAJECTORY, before + (sizes[equal.label] - 1) / 2) - group_start
-        return (rank / (n - 1).clamp(low=1)).to(value.x.dtype)
+        ranked = (rank / (n - 1).clamp(low=1)).to(value.x.dtype)
+        names = sorted(name for name in batch.facts if name.startswith("beats_"))
+        if not names:
+            return ranked
+        recorded = torch.stack([Fact(name, missing=torch.nan)(batch).x for name in names])
+        count = (~recorded.isnan()).sum(0)
+        rate = recorded.nansum(0) / count.clamp(min=1)
+        return Field(batch.tree, TRAJECTORY, torch.where(count > 0, rate.to(ranked.x.dtype), ranked.x))
 
 
 @declares(Kind.CREDIT)

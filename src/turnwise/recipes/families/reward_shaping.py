@@ -26,8 +26,7 @@ from turnwise.data.replay import RecentBuffer
 from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.families.critic_free import grpo
-from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.strategies import ForcedModes
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool, UncertaintySampler
@@ -100,9 +99,9 @@ def spo_single(
     batch, of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task
     starts at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
     Sure of: the formula (official recipe)."""
-    rate = SuccessTracker(keep=RetentionByDrift(DriftSinceVisit(), half, low, high), strength=strength)
+    keep = RetentionByDrift(DriftSinceVisit(), half, low, high)
     return Recipe(
-        advantage=Standardise(Solved() - rate, BATCH, eps=1e-8),
+        advantage=Standardise(Solved() - SuccessTracker(keep=keep, strength=strength), BATCH, eps=1e-8),
         gate=Clip(clip, wide),
         aggregate=Mean(TOKEN),
         budget=Fixed(64, 1),
@@ -289,8 +288,8 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
     Deviation: the last hidden state instead of three layers; the flow learns from successes of the run, without
     pre-training on expert traces.
     Sure of: formula, average and constants (official code)."""
-    outliers = SumToGo(FlowOutlierScore(threshold, top))
-    return Recipe(advantage=Standardise() - coef * outliers, gate=Clip(clip, clip, dual))
+    credit = Standardise() - coef * SumToGo(FlowOutlierScore(threshold, top))
+    return Recipe(advantage=credit, gate=Clip(clip, clip, dual))
 
 
 # ---------------------------------------------------------------- shaped outcomes
@@ -348,8 +347,12 @@ def gcpo(
     Settings: threshold, length and longest are guesses.
     Deviation: one group is split by whether the action was taken (fact ``action``, else any tool call); ``format`` is a fact.
     Sure of: the structure (summaries), not the constants."""
-    contrast, formatted = GroupContrast(UsedAction(), threshold), Fact("format", missing=0.0)
-    shaped = Outcome() + contrast + length * NormalisedLength(longest) + form * formatted
+    shaped = (
+        Outcome()
+        + GroupContrast(UsedAction(), threshold)
+        + length * NormalisedLength(longest)
+        + form * Fact("format", missing=0.0)
+    )
     return Recipe(advantage=Standardise(shaped), gate=Clip(clip, clip))
 
 

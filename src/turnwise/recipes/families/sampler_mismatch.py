@@ -17,8 +17,7 @@ from turnwise.algebra.ratio import Importance, mismatch, moved
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.rollout.strategies import DraftSelection, Precision
 
 KIND = Kind.OBJECTIVE

@@ -35,8 +35,7 @@ from turnwise.maths import returns, segments
 from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.families.actor_critic import ppo
-from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.strategies import Branch
 from turnwise.rollout.strategies.tree import Vines
 from turnwise.tasks.budgets import Fixed
@@ -47,15 +46,6 @@ if TYPE_CHECKING:
 KIND = Kind.CREDIT
 
 # ------------------------------------------------------------- segments and trees
-
-
-def _parent_index(batch: Batch) -> Tensor:
-    """Index of each trajectory's parent, [K]; −1 where it has none in this batch."""
-    key = (batch.tree.ancestor(TRAJECTORY, GROUP) << 33) + batch.seed.x
-    parent_key = torch.where(batch.parent.x >= 0, key - batch.seed.x + batch.parent.x, -1)
-    ordered, order = torch.sort(key, stable=True)
-    at = torch.searchsorted(ordered, parent_key).clamp(max=key.numel() - 1)
-    return torch.where(ordered[at] == parent_key, order[at], -1)
 
 
 class ForkTree:
@@ -71,16 +61,19 @@ class ForkTree:
         self.owner = torch.repeat_interleave(self.tree.parents[1], tokens + 1)  # [S − G] trajectory of each position
         self.first_prompt = self.owner.numel()  # position of the first group's prompt
         self.positions = self.first_prompt + self.tree.count(GROUP)
-        self.recorded_parent = _parent_index(batch)
-        self.depth = self._max_depth(self.recorded_parent)
-        self.parent, self.start = self._starts()
-
-    def _max_depth(self, parent: Tensor) -> int:
-        """Number of forks on the way to the deepest trajectory."""
+        # index of each trajectory's parent, [K]; −1 where it has none in this batch
+        key = (batch.tree.ancestor(TRAJECTORY, GROUP) << 33) + batch.seed.x
+        parent_key = torch.where(batch.parent.x >= 0, key - batch.seed.x + batch.parent.x, -1)
+        ordered, order = torch.sort(key, stable=True)
+        at = torch.searchsorted(ordered, parent_key).clamp(max=key.numel() - 1)
+        self.recorded_parent = torch.where(ordered[at] == parent_key, order[at], -1)
+        # number of forks on the way to the deepest trajectory
+        parent = self.recorded_parent
         up, depth = parent, 0
         while depth <= parent.numel() and bool((up >= 0).any()):
             up, depth = torch.where(up >= 0, parent[up.clamp(min=0)], -1), depth + 1
-        return depth
+        self.depth = depth
+        self.parent, self.start = self._starts()
 
     def _fork_turn(self) -> Tensor:
         """The turn at which each trajectory leaves its parent, [K]; an arbitrary turn for those without a parent."""

@@ -26,8 +26,7 @@ from turnwise.credit.selectors import AllOf, FromOrigin, HasTokens, RatioByOrigi
 from turnwise.data.replay import ExpertItems, PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.critic_free import grpo, gspo
-from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.strategies import Branch, OneTurn
 from turnwise.tasks.admission import AfterDraws, Spread
 from turnwise.tasks.budgets import FallingWithSuccess, Fixed

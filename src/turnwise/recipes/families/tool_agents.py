@@ -15,8 +15,7 @@ from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partitio
 from turnwise.core.signals import Signal
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind, declares
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.tasks.admission import Spread
 from turnwise.tasks.samplers import Unsolved
 

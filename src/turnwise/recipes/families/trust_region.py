@@ -25,8 +25,7 @@ from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.data.replay import PastBatches
 from turnwise.maths.lazy_torch import torch
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.tasks.pool_samplers import GaussianFrontier
 
 if TYPE_CHECKING:

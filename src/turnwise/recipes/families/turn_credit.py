@@ -26,8 +26,7 @@ from turnwise.credit.fact import Fact
 from turnwise.maths import returns, segments
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.critic_free import grpo
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.tasks.admission import Spread
 
 if TYPE_CHECKING:
@@ -139,11 +138,9 @@ def gigpo(
     Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the
     environment's; a single episode gets 0.
     Sure of: the formula (official code), the average over trajectories (ours)."""
-    episode, step = (
-        Standardise(Outcome(), SameTask(rows), scale),
-        Standardise(ReturnToGo(gamma), SameRecentStates(), scale),
-    )
-    return replace(grpo(clip, beta), advantage=episode + omega * step)
+    peers = SameRecentStates()
+    credit = Standardise(Outcome(), SameTask(rows), scale) + omega * Standardise(ReturnToGo(gamma), peers, scale)
+    return replace(grpo(clip, beta), advantage=credit)
 
 
 SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide
@@ -405,8 +402,8 @@ def infopo(
     Deviation: the decay exp(−rate · t) counts batches, not epochs; every turn of an episode has the same weight.
     Sure of: the formula (official code), no KL (ours)."""
     information = LimitStd(StandardiseNonZero(FeedbackInformationGain(per_token)), Standardise())
-    bonus = ExponentialDecay(LowSpreadGate(information, gate_temperature), rate)
-    return replace(grpo(clip, kl), advantage=Standardise() + beta * bonus)
+    credit = Standardise() + beta * ExponentialDecay(LowSpreadGate(information, gate_temperature), rate)
+    return replace(grpo(clip, kl), advantage=credit)
 
 
 class SameAgent(Peers):
@@ -582,11 +579,9 @@ def srgpo(
     arXiv 2512.02631.
     Settings: size 16 (-1: one group of all), omega 0.5, KL 0.01, at most 20 steps; rows as in GiGPO.
     Sure of: the formula (official code), the average over trajectories (ours)."""
-    episode, step = (
-        Standardise(Outcome(), SameTask(rows), scale),
-        Standardise(EnvironmentReward(), RandomGroups(size, within)),
-    )
-    return replace(grpo(clip, beta), advantage=episode + omega * step)
+    peers = RandomGroups(size, within)
+    credit = Standardise(Outcome(), SameTask(rows), scale) + omega * Standardise(EnvironmentReward(), peers)
+    return replace(grpo(clip, beta), advantage=credit)
 
 
 class ReturnUntilMismatch(Term):
@@ -630,6 +625,7 @@ def ui_s1(
     without any spread are re-sampled, those below 0.3 only left out.
     Sure of: the formula (official code), the average over trajectories (ours)."""
     turns, matched = SameTask("turn"), ReturnUntilMismatch(Fact("match", TURN), gamma)
-    episode = FallbackWithoutPeers(Standardise(Outcome(), turns, scale), Outcome(), turns)
-    credit = episode_weight * episode + step_weight * Standardise(matched, Same("index"), scale)
+    credit = episode_weight * FallbackWithoutPeers(
+        Standardise(Outcome(), turns, scale), Outcome(), turns
+    ) + step_weight * Standardise(matched, Same("index"), scale)
     return replace(grpo(clip, beta), advantage=credit, admission=Spread(), keep=GroupStdAbove(least))

@@ -18,8 +18,7 @@ from turnwise.core.signals import Signal
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.actor_critic import ppo
-from turnwise.recipes.kind import Kind
-from turnwise.recipes.recipe import Recipe
+from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.rollout.strategies import CorrectedSampling, SamplingCorrection, ValueSteered
 
 KIND = Kind.OBJECTIVE
