@@ -154,3 +154,16 @@ def shift_turns(value: Field, by: int, missing: float) -> Field:
     index = tree.index(TURN, TRAJECTORY).x + by
     exists = (index >= 0) & (index < tree.size(TURN, TRAJECTORY).at(TURN).x)
     return value.map(lambda x: torch.where(exists, torch.roll(x, -by), missing))  # turns of a trajectory are adjacent
+
+
+def step_values(batch: Batch, value: Field, end: Field) -> tuple[Field, Field]:
+    """The value before the first token of each turn, and that of the next turn with tokens, ``end`` after the last. A turn
+    without tokens is no step: the turn before it continues with what follows. At TURN; 0 for turns without tokens."""
+    tree = batch.tree
+    first = where(tree.index(TOKEN, TURN) < 1, value, 0.0).sum(TURN)
+    steps = (tree.size(TOKEN, TURN).x > 0).nonzero().squeeze(1)
+    # turns of a trajectory are adjacent
+    owner = tree.parents[1][steps]
+    follows = torch.nn.functional.pad(owner[1:], (0, 1), value=-1) == owner
+    after = torch.where(follows, torch.roll(first.x[steps], -1), end.at(TURN).x[steps])
+    return first, Field(tree, TURN, torch.zeros_like(first.x).index_copy(0, steps, after))

@@ -6,18 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.peers import Peers
+from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
-from turnwise.core.levels import TRAJECTORY, TURN, Field, Partition, where
+from turnwise.core.levels import TRAJECTORY, TURN, Field, Level, Partition, where
 from turnwise.core.limits import choice
 from turnwise.errors import SignalError
 from turnwise.maths.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-from turnwise.algebra.term import Term
-from turnwise.core.levels import Level
 
 
 class Fact(Term):

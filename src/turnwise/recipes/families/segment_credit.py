@@ -22,7 +22,7 @@ from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import Importance, OnPolicy, behaviour, moved
 from turnwise.algebra.reward import PaidAtEnd
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import GAE, Constant, Outcome, ReturnToGo, shift_turns, token_reward
+from turnwise.algebra.value import GAE, Constant, Outcome, ReturnToGo, shift_turns, step_values, token_reward
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
@@ -606,17 +606,10 @@ class TurnValueDifference(Term):
     probability: bool = False
 
     def __call__(self, batch: Batch) -> Field:
-        tree, value = batch.tree, batch[Signal.OLD_VALUE]
+        value = batch[Signal.OLD_VALUE]
         value = value.map(torch.sigmoid) if self.probability else value
-        outcome = batch.reward.sum(TRAJECTORY).to(value.x.dtype).at(TURN)
-        tokens = tree.size(TOKEN, TURN)
-        first = where(tree.index(TOKEN, TURN) < 1, value, 0.0).sum(TURN)
-        steps = (tokens.x > 0).nonzero().squeeze(1)  # turns with tokens; those of a trajectory are adjacent
-        owner = tree.parents[1][steps]
-        follows = torch.nn.functional.pad(owner[1:], (0, 1), value=-1) == owner
-        after = torch.where(follows, torch.roll(first.x[steps], -1), outcome.x[steps])
-        difference = torch.zeros_like(first.x).index_copy(0, steps, after - first.x[steps])
-        return Field(tree, TURN, difference)
+        before, after = step_values(batch, value, batch.reward.sum(TRAJECTORY).to(value.x.dtype))
+        return after - before
 
 
 class AdvantageRegressionError(Penalty):

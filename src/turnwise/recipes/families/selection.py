@@ -15,7 +15,7 @@ from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, StepCrossEn
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView
 from turnwise.algebra.ratio import Importance, OnPolicy, moved
 from turnwise.algebra.term import Term
-from turnwise.algebra.value import Constant, Outcome, ReturnToGo, shift_turns
+from turnwise.algebra.value import Constant, Outcome, ReturnToGo, shift_turns, step_values
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
@@ -243,17 +243,6 @@ def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int
     return Recipe(advantage=SoftBaseline(value), gate=ZeroGate(), penalties=(loss,), admission=Spread(), replay=past)
 
 
-def step_values(batch: Batch) -> tuple[Field, Field]:
-    """The value of each step, and the value of the step after it, 0 after the last. At TURN; 0 for turns without tokens."""
-    tree = batch.tree
-    first = where(tree.index(TOKEN, TURN) < 1, batch[Signal.OLD_VALUE].map(torch.sigmoid), 0.0).sum(TURN)
-    steps = (tree.size(TOKEN, TURN).x > 0).nonzero().squeeze(1)  # those of a trajectory are adjacent
-    owner = tree.parents[1][steps]
-    follows = torch.nn.functional.pad(owner[1:], (0, 1), value=-1) == owner
-    after = torch.where(follows, torch.roll(first.x[steps], -1), 0.0)
-    return first, Field(tree, TURN, torch.zeros_like(first.x).index_copy(0, steps, after))
-
-
 class GoodSteps(Term):
     """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others."""
 
@@ -262,7 +251,8 @@ class GoodSteps(Term):
     cost: float = 0.05
 
     def __call__(self, batch: Batch) -> Field:
-        before, after = step_values(batch)
+        value = batch[Signal.OLD_VALUE].map(torch.sigmoid)
+        before, after = step_values(batch, value, batch.tree.full(TURN, 0.0, value.x.dtype))
         paid = batch.reward.sum(TURN) + ReturnToGo(self.gamma)(batch).at(TURN)
         a = after - before - self.cost + paid.to(before.x.dtype)
         return (a > 0).to(torch.float64)
