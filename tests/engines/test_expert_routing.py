@@ -25,7 +25,7 @@ from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.remote.remote_generator import _cut as cut_at_stop_string
 from turnwise.engines.remote.token_wire import read_part
 from turnwise.errors import ServerFault, SettingError
-from turnwise.rollout.strategies.tree import _first as first_tokens
+from turnwise.rollout.strategies.tree import first_tokens
 from turnwise.serve.generate_api import reply_body
 from turnwise.store.trajectory_codec import decode, encode
 

@@ -467,11 +467,7 @@ class WatchedSession:
             sampled = [token for part in parts for token in part.tokens]
             part = await self.session.generate([*ids, *sampled], replace(sampling, max_tokens=size))
             count = self._watch(part)
-            if count < len(part.tokens):  # stopped inside this piece
-                lists: Any = {name: list(getattr(part, name))[:count] for name in LISTS}
-                routes = part.routes[: max(0, len(part.routes) - len(part.tokens) + count)]
-                part = replace(part, stop=Stop.LENGTH, routes=routes, **lists)
-            parts.append(part)
+            parts.append(first_tokens(part, count) if count < len(part.tokens) else part)
             left -= size
             if self.stopped or part.stop != Stop.LENGTH or len(part.tokens) < size:
                 break
@@ -508,6 +504,13 @@ class WatchedSession:
 
 
 LISTS = ("tokens", "logp", "mass", "version", "kept", "entropy", "confidence")
+
+
+def first_tokens(part: Completion, count: int) -> Completion:
+    """A completion that was stopped after ``count`` of its tokens. Routes also cover the prompt: the last ones go."""
+    lists: Any = {name: list(getattr(part, name))[:count] for name in LISTS}
+    routes = part.routes[: max(0, len(part.routes) - len(part.tokens) + count)]
+    return replace(part, stop=Stop.LENGTH, routes=routes, **lists)
 
 
 class ConfidenceTree(TreeStrategy):
