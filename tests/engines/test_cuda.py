@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -266,15 +266,19 @@ def test_published_weights_find_their_places(graph_factory: GeneratorFactory, ki
     given = make(kind, 1)
     g, expected = (graph_factory(made, dtype=torch.bfloat16).model_runner.graphs for made in (make(kind, 0), given))
     assert g is not None and expected is not None
-    every = lambda d: [d.embedding, d.norm, d.head, *(t for layer in d.layers for t in cuda_graphs._tensors(layer))]  # noqa: E731
+
+    def every(decoder):
+        parts = [getattr(layer, f.name) for layer in decoder.layers for f in fields(layer)]
+        return [decoder.embedding, decoder.norm, decoder.head, *(t for t in parts if t is not None)]
+
     before = [t.data_ptr() for t in every(g)]
     weights = {name: p.detach().to(graph_factory.device) for name, p in given.named_parameters()}
     with torch.inference_mode():
         g.model.load_state_dict(weights, strict=False)  # a tied head is not published
         g.refresh_weights(weights)
     assert before == [t.data_ptr() for t in every(g)]
-    for found, right in zip(every(g), every(expected), strict=True):
-        assert torch.equal(found, right)
+    for tensor, right in zip(every(g), every(expected), strict=True):
+        assert torch.equal(tensor, right)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -156,8 +156,8 @@ class Lineage:
 
 def copied(dialogue: Dialogue) -> Dialogue:
     """A dialogue that can be continued without changing the original."""
-    copies = {name: list(getattr(dialogue, name)) for name in ("messages", "ids", "new_ids")}
-    return replace(dialogue, **copies, masked_ids=[])
+    messages, ids, new_ids = list(dialogue.messages), list(dialogue.ids), list(dialogue.new_ids)
+    return replace(dialogue, messages=messages, ids=ids, new_ids=new_ids, masked_ids=[])
 
 
 def first_difference(before: Sequence[int], now: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:

@@ -218,17 +218,10 @@ def make_served_generator(
     """The generator of a server, with what a trainer asks for. It computes in a thread, so that the server answers meanwhile."""
     on_cpu = select_device(settings).type == "cpu"
     threads = (limits.threads or torch.get_num_threads()) if on_cpu else 1
-    of_trainer = {"slots": limits.slots, "context": limits.context, "stop_ids": limits.stop_ids}
     return make_local_generator(
-        settings,
-        model,
-        renderer,
-        limits.deterministic,
-        cache=cache,
-        threads=threads,
-        share_weights=on_cpu,
-        **of_trainer,
-    )
+        settings, model, renderer, limits.deterministic, cache=cache, threads=threads, share_weights=on_cpu,
+        slots=limits.slots, context=limits.context, stop_ids=limits.stop_ids,
+    )  # fmt: skip
 
 
 def make_local_generator(
@@ -260,8 +253,10 @@ def with_opponents(
         return generator, None
     assert isinstance(generator, LocalGenerator), "drafts are refused before"
     # as many rows as the policy's own: each dialogue has both sides. Their weights are older, so they are never shared
-    twin = {"slots": generator.model_runner.kv_cache.rows, "share_weights": False, "kind": OpponentGenerator}
-    opponents = make_local_generator(settings, model, renderer, generator.deterministic, cache=generator.cache, **twin)
+    opponents = make_local_generator(
+        settings, model, renderer, generator.deterministic, cache=generator.cache, kind=OpponentGenerator,
+        slots=generator.model_runner.kv_cache.rows, share_weights=False,
+    )  # fmt: skip
     assert isinstance(opponents, OpponentGenerator)
     pool = OpponentPool(setting.keep, setting.every, setting.pool == "latest", settings.seed)
     both = SelfPlayGenerator(generator, opponents, pool)
@@ -277,8 +272,7 @@ def make_policy_judge(
 
     def single(judge: Any, its_renderer: Renderer, context: int, deterministic: bool) -> LocalGenerator:
         """Answers one question at a time: it needs one row of a cache."""
-        options = {"slots": 1, "context": context}
-        return make_local_generator(settings, judge, its_renderer, deterministic, **options)
+        return make_local_generator(settings, judge, its_renderer, deterministic, slots=1, context=context)
 
     def reward_model() -> ChatModel:
         """A model of its own, with its own tokenizer."""

@@ -107,7 +107,8 @@ class TaskFeed:
             # a finished group has no promise any more; a resumed run that stays on-policy plays it again all the same
             if number not in self.promised:
                 self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
-            orders.append(GroupOrder(key, task, *self.promised[number], largest=self.largest))
+            size, max_turns = self.promised[number]
+            orders.append(GroupOrder(key, task, size, max_turns, largest=self.largest))
         if self.budget.rounds:
             wave = BudgetWave(self.budget, [order.task for order in orders])
             orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]

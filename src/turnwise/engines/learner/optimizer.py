@@ -103,7 +103,7 @@ def adamw(
 
 
 def guarded_step(
-    lr_factors: Mapping[torch.optim.Optimizer, float], clip: float, loss: Tensor | None = None
+    lr_factors: Mapping[torch.optim.AdamW, float], clip: float, loss: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Clip and step each optimizer at its factor of the learning rate, or change nothing if the loss or any gradient is not
     finite. Returns each gradient norm before clipping, and whether the step was taken. Clears the gradients."""

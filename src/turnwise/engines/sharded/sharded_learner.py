@@ -356,9 +356,9 @@ class ShardedLearner(LocalLearner):
                 part = tensors.part(name, start, shape)
             else:
                 part = tensors[name][tuple(slice(a, a + n) for a, n in zip(start, shape))]
-            whole_shape = {"shape": like.shape, "stride": like.stride()}
-            mesh, placements = like.device_mesh, like.placements
-            return DTensor.from_local(part.to(self.device), mesh, placements, run_check=False, **whole_shape)
+            mesh, placements, stride = like.device_mesh, like.placements, like.stride()
+            part = part.to(self.device)
+            return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=stride)
 
         self._restore(TensorsWhenRead(tensors, read), scalars)
         dist.barrier(group=self.files)

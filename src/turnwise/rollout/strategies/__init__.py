@@ -152,7 +152,8 @@ class EntropyControl(Strategy):
         scaled = int(request.size * self.share)
         # a scale of 1 is left out: what is not scaled is not marked as guided
         options: list[dict[str, Any]] = [{"temperature_scale": scale} if scale != 1 else {}] * scaled
-        return request.grown(await request.play_each(sessions, [{}] * (request.size - scaled) + options))
+        plain: list[dict[str, Any]] = [{}] * (request.size - scaled)
+        return request.grown(await request.play_each(sessions, plain + options))
 
 
 class Reworded(Strategy):

@@ -203,6 +203,7 @@ class SignalMeasurer:
                 yield
 
         def forward(name: str) -> ForwardPass:
+            model: Any
             match name:
                 case "teacher" if self.teacher is None:
                     raise SettingError(
@@ -211,8 +212,8 @@ class SignalMeasurer:
                 case "reference":  # that of adapters is the model without them
                     model = learner.model if adapters else self.reference()
                 case _:
-                    beside = {"previous": self._previous, "teacher": self.teacher}
-                    model = (beside | {"critic": heads.trunk, "target": heads.target_trunk}).get(name)
+                    beside = {"previous": self._previous, "teacher": self.teacher, "critic": heads.trunk}
+                    model = (beside | {"target": heads.target_trunk}).get(name)
             if model is None:  # a shared critic, or no previous policy yet: the pass of the policy
                 name, model = "policy", learner.model
             if name not in passes:
