@@ -25,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,16 +79,10 @@ def train(settings: dict[str, Any]) -> None:
             finally:
                 await self.generator.load(0)
 
-    def make_late(
-        settings: Any, model: Any, renderer: Any, deterministic: bool = True, dialogues: int = 0, cache: Any = None
-    ) -> Any:
-        rows = engines.cache_rows(settings, dialogues)
-        common = {"slots": rows, "context": settings.context, "stop_ids": renderer.stop_ids}
-        return LateGenerator(model, renderer.decode, deterministic=deterministic, device="cpu", cache=cache, **common)
-
     make_evaluator = build.make_evaluator
     if lag:
-        engines.GENERATORS["local"] = make_late
+        make_local = engines.make_local_generator
+        engines.make_local_generator = partial(make_local, kind=LateGenerator, share_weights=False)  # type: ignore[assignment]
         build.make_evaluator = lambda *given: NewestPolicy(**vars(make_evaluator(*given)))  # type: ignore[assignment]
     api.train(**settings)
 

@@ -93,13 +93,13 @@ class StoreError(TurnwiseError, RuntimeError):
     """A run directory is missing, damaged, full or in use."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, choices: Iterable[str]) -> str:
     """The end of an error message about an unknown name.
 
     >>> nearest("grop", ["grpo", "gspo"])
     "did you mean 'grpo'? known: grpo, gspo"
     """
-    names = sorted(known)
+    names = sorted(choices)
     bare = {name.lstrip("-"): name for name in names}  # the dashes of two flags are no resemblance
     close = [bare[match] for match in difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)]
     hint = f"did you mean {close[0]!r}? " if close else ""

@@ -134,7 +134,6 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "SamplerRegressionError": {"beta": 0.001},
     "ScaleByEffectiveSamples": {"base": 1.0},
     "ScaleBySignalToNoise": {"shares": 4},
-    "Scales": {"gradient": 1.0, "rate": 1.0},
     "SeparateLogisticLoss": {"shift": 0.0},
     "SetAdvantage": {"size": 4},
     "ShapedProbability": {"kind": "ratio", "shape": 0.1, "power": 0.5},

@@ -82,7 +82,7 @@ def test_success_is_that_of_the_policys_own_seat():
 def test_all_episodes_of_a_task_have_the_same_seat_and_tasks_have_both():
     nim = load("nim")
     plan = seat_plan(Settings(env="nim", opponents="scripted:random"), nim, None, None)
-    seat = lambda number: plan("0.0", Task("nim", number), nim(), None).own  # noqa: E731
+    seat = lambda number: plan("0.0", Task("nim", number), nim(), None).seat  # noqa: E731
     seats = [seat(number) for number in range(40)]
     assert set(seats) == set(nim.agents) and seat(3) == seats[3]
 

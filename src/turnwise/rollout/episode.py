@@ -63,10 +63,10 @@ class EpisodeSupport:
 
 @dataclass(frozen=True)
 class OtherSeats:
-    """Who plays with the policy: its seat is ``own``, all others are answered by ``session``, whose tokens are context. ``facts``
+    """Who plays with the policy: its place is ``seat``, all others are answered by ``session``, whose tokens are context. ``facts``
     are recorded on the trajectory."""
 
-    own: str
+    seat: str
     session: Session
     facts: Facts = field(default_factory=dict)
 
@@ -258,7 +258,7 @@ class Episode:
             if room < 1:
                 return Status.TRUNCATED, f"context window of {self.limits.context} tokens (--context)"
             seat = str(getattr(self.environment, "agent", "agent"))
-            others_move = self.others is not None and seat != self.others.own
+            others_move = self.others is not None and seat != self.others.seat
             step = await (self._other_turn if others_move else self._turn)(self.dialogue)
             if step.terminated:
                 return Status.FINISHED, ""
