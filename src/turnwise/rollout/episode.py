@@ -63,8 +63,8 @@ class EpisodeSupport:
 
 @dataclass(frozen=True)
 class OtherSeats:
-    """Who plays with the policy: its place is ``seat``, all others are answered by ``session``, whose tokens are context. ``facts``
-    are recorded on the trajectory."""
+    """Who plays with the policy: its place is ``seat``, all others are answered by ``session``, whose tokens are context.
+    ``facts`` are recorded on the trajectory."""
 
     seat: str
     session: Session
