@@ -74,20 +74,16 @@ def transplant(module: Any, source: bytes) -> None:
 
 
 def _replace(owner: Any, name: str, old: Any, new: Any) -> None:
-    for reach in (
-        "__wrapped__",
-        "fget",
-        "func",
-        "__func__",
-    ):  # decorated functions, properties, cached ones, class methods
+    for reach in ("__wrapped__", "fget", "func", "__func__"):  # decorated functions, properties, cached ones, class methods
         while hasattr(old, reach) and hasattr(new, reach):
             old, new = getattr(old, reach), getattr(new, reach)
     if isinstance(old, types.FunctionType) and isinstance(new, types.FunctionType):
         if len(old.__code__.co_freevars) == len(new.__code__.co_freevars):
             old.__code__ = new.__code__
         old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
-    elif isinstance(new, bool | int | float | tuple | dict | frozenset) and not name.startswith("__"):
-        setattr(owner, name, new)
+    elif isinstance(new, bool | int | float | tuple | dict | frozenset):
+        if name == "__dataclass_fields__" or not name.startswith("__"):  # the limits of a piece are kept with its fields
+            setattr(owner, name, new)
 
 
 # ------------------------------------------------------------------------------------------- which tests are run for it

@@ -133,3 +133,21 @@ def test_the_share_of_successes_in_the_gradient(rewards):
     policy = {Signal.LOGP: Field(batch.tree, TOKEN, batch.behaviour.x.double().clone().requires_grad_())}
     share = logged(objective, batch, policy, [[0, 1]])["gradient_share/positive_advantage"]
     assert share == pytest.approx(0.5 if rewards[1] == 0.0 else 1.0)
+
+
+def test_the_share_of_each_turn_in_the_gradient():
+    """Turns of 2 and 1 tokens and one of 3: with weights of one size per token, shares go by the tokens of each turn."""
+    (group,) = records_of([[[2, 1], [3]]])
+    members = tuple(
+        replace(t, turns=tuple(replace(turn, reward=reward / len(t.turns)) for turn in t.turns))
+        for t, reward in zip(group.trajectories, (1.0, -1.0), strict=True)
+    )
+    objective = recipes.build("reinforce").objective
+    batch = objective.plan(objective.credit(pack([replace(group, trajectories=members)])))
+    policy = {Signal.LOGP: Field(batch.tree, TOKEN, batch.behaviour.x.double().clone().requires_grad_())}
+    metrics = logged(objective, batch, policy, [[0, 1]])
+    assert [name for name in metrics if name.startswith("gradient_share/turn")] == [
+        "gradient_share/turn0", "gradient_share/turn1",
+    ]  # fmt: skip
+    assert metrics["gradient_share/turn0"] + metrics["gradient_share/turn1"] == pytest.approx(1.0)
+    assert metrics["gradient_share/turn1"] == pytest.approx(1 / 6)
