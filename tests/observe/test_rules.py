@@ -28,6 +28,8 @@ EXAMPLES = {  # condition: the metrics that hold in it, and what its message mus
     ),
     "zero gradient": ({"grad_norm": 0.0, "clip_share": 1.0}, ("exactly zero", "100%")),
     "unread tool calls": ({"tool_calls/unread": 0.5}, ("0.5 tool calls", "--tool-syntax")),
+    "refused calls": ({"agent/refused/turn_limit": 0.5}, ("0.5 calls", "turn_limit", "--max-turns")),
+    "overruled fields": ({"agent/overruled/top_p": 2.0, "agent/overruled/seed": 2.0}, ("top_p, seed", "overrules")),
     "skipped optimiser steps": (
         {"skipped": 1.0, "reward_max_abs": 1e30, "grad_norm": math.nan},
         ("1 optimiser step", "1e+30", "--lr (now 0.0003)"),

@@ -13,7 +13,7 @@ from support.agents import SAMPLING, TEXTS, HashSession
 from support.episodes import RENDERER, TASK
 
 from turnwise import environments
-from turnwise.core.records import Status, Task
+from turnwise.core.records import Limit, Status, Task
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_client import AgentClient, FunctionAgent, open_task, read_request
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallRequest, read_outcome
@@ -182,10 +182,88 @@ def test_the_turn_limit_and_the_context_limit_are_told_and_truncate():
             reply = await client.chat.completions.create(messages=messages)
             messages += [reply.choices[0].message, user("on")]
 
-    t = play_agent(endless, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(turns=3, context=4000))
-    assert (t.status, len(t.turns)) == (Status.TRUNCATED, 3) and "--max-turns" in t.reason
-    t = play_agent(endless, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(turns=90, context=400))
-    assert t.status == Status.TRUNCATED and "--context" in t.reason and t.sampled
+    # nobody says what such an episode was worth: it is not trained on
+    t = play_agent(endless, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(calls=3, context=4000))
+    assert (t.status, t.limit, len(t.turns)) == (Status.FAILED, Limit.TURNS, 3) and "--max-turns" in t.reason
+    t = play_agent(endless, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(context=400))
+    assert (t.status, t.limit) == (Status.FAILED, Limit.CONTEXT) and "--context" in t.reason and t.sampled
+    assert t.facts["agent/refused/context_length_exceeded"] == 1
+
+
+def test_a_refused_call_that_ends_an_episode_is_named_with_the_agents_own_exception():
+    async def wraps(task, client):
+        try:
+            await client.chat.completions.create(messages=task.messages, response_format={"type": "json_object"})
+        except CallRefused as refusal:
+            raise RuntimeError("the framework gave up") from refusal
+
+    t = play_agent(wraps, environments.make("guess"), Task("guess", 1))
+    assert t.status == Status.FAILED and t.facts["agent/ended_by"] == "unsupported_parameter"
+    assert "a refused call ended the episode: 'response_format'" in t.reason
+    assert "the agent: RuntimeError: the framework gave up" in t.reason
+
+
+def test_an_agent_that_goes_on_behind_a_refused_call_is_not_ended_by_it():
+    async def falls_back(task, client):
+        try:
+            await client.chat.completions.create(messages=task.messages, response_format={"type": "json_object"})
+        except CallRefused:
+            await client.chat.completions.create(messages=task.messages)
+        return 1.0
+
+    async def fails_later(task, client):
+        await falls_back(task, client)
+        raise ValueError("odd")
+
+    t = play_agent(falls_back, environments.make("guess"), Task("guess", 1))
+    assert (t.status, t.reward, t.facts["agent/refused/unsupported_parameter"]) == (Status.FINISHED, 1.0, 1)
+    t = play_agent(fails_later, environments.make("guess"), Task("guess", 1))
+    assert (t.status, t.reason) == (Status.FAILED, "ValueError: odd") and "agent/ended_by" not in t.facts
+
+
+def test_a_verdict_of_an_agent_that_was_cut_counts():
+    async def gives_up(task, client):
+        await client.chat.completions.create(messages=task.messages)
+        try:
+            await client.chat.completions.create(messages=task.messages)
+        except CallRefused:
+            return 0.25
+
+    t = play_agent(gives_up, environments.make("guess"), Task("guess", 1), limits=EpisodeLimits(calls=1, context=4000))
+    assert (t.status, t.limit, t.reward) == (Status.TRUNCATED, Limit.TURNS, 0.25)
+
+
+def test_the_environments_own_limit_counts_steps_and_ends_the_task_without_a_refused_call():
+    async def thinks_first(task, client):
+        while not task.done:
+            await client.chat.completions.create(messages=[user("think about it")])
+            reply = await client.chat.completions.create(messages=task.messages, tools=list(task.tools))
+            await task.step(reply.choices[0].message)
+
+    limits = EpisodeLimits(turns=2, context=4000)
+    t = play_agent(thinks_first, environments.make("keydoor"), Task("keydoor", 1), limits=limits)
+    assert (t.status, t.limit, len(t.turns)) == (Status.TRUNCATED, Limit.TURNS, 4)
+    assert not any(name.startswith("agent/refused") for name in t.facts)
+
+
+def test_an_agent_that_says_nothing_of_its_episode_is_not_trained_on_as_reward_0():
+    async def silent(task, client):
+        await client.chat.completions.create(messages=task.messages)
+
+    t = play_agent(silent, environments.make("guess"), Task("guess", 1))
+    assert t.status == Status.FAILED and "what its episode was worth" in t.reason
+
+
+def test_overruled_fields_are_counted_unless_they_ask_for_what_is_done_anyway():
+    async def particular(task, client):
+        create = client.chat.completions.create
+        await create(messages=task.messages, temperature=0.2, parallel_tool_calls=True, presence_penalty=0.0)
+        await create(messages=task.messages, temperature=0.2, parallel_tool_calls=False, reasoning_effort="low")
+        return 1.0
+
+    facts = play_agent(particular, environments.make("guess"), Task("guess", 1)).facts
+    counted = {name.rsplit("/", 1)[1]: n for name, n in facts.items() if name.startswith("agent/overruled/")}
+    assert counted == {"temperature": 2, "parallel_tool_calls": 1, "reasoning_effort": 1}
 
 
 def test_calls_after_the_end_are_refused():

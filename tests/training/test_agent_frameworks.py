@@ -39,7 +39,8 @@ def test_an_agent_of_another_package_trains_with_its_code_unchanged(example, pac
     found = summary["exactness"]
     assert found["episodes"] == 4 and found["unfinished"]["count"] == 0, found
     if exact:
-        assert found["continued_share"] == 1.0 and not found["restarts"]
+        # None: after so short a start the policy may answer without a call, and then there are no later calls
+        assert found["continued_share"] in (None, 1.0) and not found["restarts"]
 
 
 @pytest.mark.slow

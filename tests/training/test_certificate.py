@@ -44,7 +44,21 @@ def test_counts_of_calls_restarts_and_tokens():
 
 
 def test_no_episode_is_a_certificate_too():
-    assert certificate([])["continued_share"] == 1.0 and certificate_lines(certificate([]))
+    assert certificate([])["continued_share"] is None and certificate_lines(certificate([]))
+
+
+def test_refused_calls_and_overruled_fields_are_counted_and_nothing_is_no_hundred_percent():
+    found = certificate(
+        [
+            episode({"opening": 1.0, "refused/turn_limit": 1.0, "ended_by": "turn_limit"}, Status.FAILED, trained=False),
+            episode({"opening": 1.0, "refused/turn_limit": 1.0, "overruled/temperature": 3.0}),
+        ]
+    )
+    assert found["refused"] == {"count": 2, "codes": {"turn_limit": 2}, "episodes_ended": 1}
+    assert found["overruled"] == {"temperature": 3}
+    text = "\n".join(certificate_lines(found))
+    assert "2 calls in 2 episodes; no later calls" in text and "100" not in text.splitlines()[0]
+    assert "refused calls: 2 (turn_limit 2); 1 episodes ended by one" in text and "temperature 3" in text
 
 
 async def forgetful(task, client):

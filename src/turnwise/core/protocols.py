@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 UNREAD_TOOL_CALLS = "unread_tool_calls"  # fact of a turn whose calls are written in another syntax than the model's own
+# facts of an agent's episode, and metrics: refused calls by code, and calls that named a field which the run decides
+REFUSED, OVERRULED = "agent/refused/", "agent/overruled/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,14 @@ class Status(StrEnum):
     FAILED = "failed"  # an error of the environment or the engine; never trained on
 
 
+class Limit(StrEnum):
+    """What cut an episode. ``Trajectory.reason`` says it in words, which nothing compares."""
+
+    TURNS = "turns"
+    CONTEXT = "context"
+    ENVIRONMENT = "environment"  # a limit of its own
+
+
 class Origin(StrEnum):
     """Where the tokens come from."""
 
@@ -175,6 +183,7 @@ class Trajectory:
     facts: Facts = field(default_factory=dict)  # from strategies, buffers and readers (pivot, age, chosen ...)
     answer: Sequence[int] = ()  # the gold answer's ids, where the environment provides it; never shown to the policy
     messages: tuple[Message, ...] = ()  # the dialogue as text, for display; never re-encoded
+    limit: Limit | None = None  # that cut it
 
     @property
     def reward(self) -> float:

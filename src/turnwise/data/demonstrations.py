@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.core.protocols import Action
-from turnwise.core.records import Group, Sampling, Status, Task, Trajectory
+from turnwise.core.records import Group, Limit, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful
 from turnwise.data.dataset import DatasetRow, Example
@@ -30,7 +30,6 @@ from turnwise.tasks.task_source import shuffled_index
 
 CONCURRENT_EPISODES = 64
 AS_WRITTEN = "as written"  # the reason of a trajectory that is taken from its row without a replay
-CONTEXT_EXCEEDED = "context window"  # how the reason of a truncated episode begins: such a demonstration is not used
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Demonstrations(Stateful):
                     outcome is None
                     or outcome.status == Status.FAILED
                     or not outcome.sampled
-                    or outcome.reason.startswith(CONTEXT_EXCEEDED)
+                    or outcome.limit == Limit.CONTEXT  # a demonstration without its end teaches to stop
                 ):
                     self.counts[f"missing: {outcome.reason if outcome else 'no row of this task'}"] += 1
                 else:

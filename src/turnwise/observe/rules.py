@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from turnwise.core.protocols import OVERRULED, REFUSED
 from turnwise.observe.numbers import finite_number
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class StepFacts:
     def value(self, name: str, default: float = math.nan) -> float:
         number = finite_number(self.metrics.get(name))
         return default if number is None else number
+
+    def named(self, kind: str) -> dict[str, float]:
+        """The metrics whose names begin with ``kind``, by the rest of the name."""
+        return {name.removeprefix(kind): n for name, n in self.metrics.items() if name.startswith(kind)}
 
     @property
     def identical(self) -> bool:
@@ -218,6 +223,12 @@ RULES = (
         lambda f, x: f"the largest reward is {x:.3g}", "scale rewards to about 1", ("reward_max_abs", "grad_norm")),
     Rule("failed episodes", ERROR, lambda v: float(sum(v.failures.values())), 0.5,
         lambda v, x: f"{x:.0f} episodes failed and were not trained on, {v.episodes:.0f} were: {_most(v.failures)}", growth=10.0),
+    Rule("refused calls", WARNING, lambda v: sum(v.named(REFUSED).values()), 0.0,
+        lambda v, x: f"{x:.2g} calls of the agent per episode were refused ({', '.join(v.named(REFUSED))}), and it went on "
+        "without an answer", "see docs/agents.md, Limits: leave the field out, or raise --max-turns or --context", growth=4.0),
+    Rule("overruled fields", NOTE, lambda v: float(len(v.named(OVERRULED))), 0.5,
+        lambda v, x: f"the agent's calls set {', '.join(v.named(OVERRULED))}, which the run overrules: its own settings say how "
+        "the policy is sampled", growth=1.01),
     Rule("unread tool calls", WARNING, lambda v: v.value("tool_calls/unread", 0.0), 0.05,
         lambda v, x: f"{x:.2g} tool calls per episode were written in a syntax that is not read, so no tool was called",
         "set the syntax with --tool-syntax, or give a chat template that shows the right one with --template",

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from turnwise.core.protocols import Action, ToolCall
-from turnwise.core.records import Message, Task
+from turnwise.core.records import Limit, Message, Task
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import EnvironmentFault, SettingError
@@ -37,14 +37,21 @@ from turnwise.rollout.agent_episode import (
 )
 from turnwise.rollout.lineage import canonical, message_text
 
+OVERRULED: Mapping[str, Sequence[Any]] = {
+    "temperature": (), "top_p": (), "top_k": (), "seed": (), "parallel_tool_calls": (True,), "max_tool_calls": (),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "reasoning_effort": (), "reasoning": ({},),
+    "thinking": ({"type": "disabled"},), "extra_body": ({},), "extra_query": ({},),
+}  # fmt: skip
+"""Fields of any format that are accepted and overruled, since the run says how its policy is sampled; and values that ask for
+what is done anyway. A call that names one is counted, and the log lists them once."""
 IGNORED = frozenset(
     {
-        "model", "temperature", "top_p", "seed", "user", "stream_options", "metadata", "store", "timeout", "extra_headers",
-        "parallel_tool_calls", "presence_penalty", "frequency_penalty", "service_tier", "reasoning_effort",
-        "prompt_cache_key", "safety_identifier", "extra_body", "extra_query",
+        "model", "user", "stream_options", "metadata", "store", "timeout", "extra_headers", "service_tier",
+        "prompt_cache_key", "safety_identifier",
     }
 )  # fmt: skip
-"""Accepted and overruled: the run says how its policy is sampled."""
+"""Accepted: they do not say how to sample."""
+CHAT_OVERRULED = frozenset(OVERRULED) - {"top_k", "max_tool_calls", "reasoning", "thinking"}
 READ = frozenset(
     {
         "messages", "tools", "max_tokens", "max_completion_tokens", "n", "stop", "logprobs", "tool_choice", "stream",
@@ -94,7 +101,7 @@ def attributes(value: Any) -> Any:
 
 def read_request(body: Mapping[str, Any]) -> CallRequest:
     """A request of the chat completions protocol. A field that would change the meaning and is not supported is refused."""
-    refuse_unknown(body, READ | IGNORED, NO_EFFECT)
+    refuse_unknown(body, READ | IGNORED | CHAT_OVERRULED, NO_EFFECT)
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise CallRefused(
             "unsupported_parameter", "'tool_choice' can be auto or none: the policy is not forced to a tool"
@@ -107,7 +114,12 @@ def read_request(body: Mapping[str, Any]) -> CallRequest:
     if count > MAX_CHOICES:
         raise CallRefused("invalid_request", f"'n' is {count}; write at most {MAX_CHOICES}")
     stop = read_stop(body.get("stop") or (), "stop")
-    return CallRequest(messages, tuple(tools), most, count, stop, bool(body.get("logprobs")))
+    return CallRequest(messages, tuple(tools), most, count, stop, bool(body.get("logprobs")), overruled_fields(body))
+
+
+def overruled_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of a call that ask for another way of sampling than the run's."""
+    return tuple(name for name, as_done in OVERRULED.items() if body.get(name) not in (None, *as_done))
 
 
 def refuse_unknown(body: Mapping[str, Any], fields: Set[str], no_effect: Mapping[str, Sequence[Any]]) -> None:
@@ -213,9 +225,11 @@ class Completions:
 
     async def create(self, **body: Any) -> Attributes:
         """One chat completion of the policy."""
-        if body.get("stream"):
-            raise CallRefused("unsupported_parameter", "'stream' needs the HTTP endpoint; here replies come whole")
-        replies = await self._episode.call(read_request(body))
+        with self._episode.counting_refusals():
+            if body.get("stream"):
+                raise CallRefused("unsupported_parameter", "'stream' needs the HTTP endpoint; here replies come whole")
+            request = read_request(body)
+        replies = await self._episode.call(request)
         logprobs, token_ids = bool(body.get("logprobs")), bool(body.get("return_token_ids"))
         return attributes(completion_body(replies, len(self._episode.turns), logprobs, token_ids))
 
@@ -289,8 +303,9 @@ class AgentTask:
         if self.done:
             return
         await self.step({"role": "assistant", "content": text})
-        if not self.done and self.episode is not None and self.episode.success is None:
-            self.episode.success = False  # these words end the agent's work, and the environment expects more
+        episode = self.episode
+        if episode is not None and episode.success is None and (not self.done or episode.limit == Limit.TURNS):
+            episode.success = False  # these words end the agent's work, and the environment expects more
 
     async def step(self, message: Any) -> list[Message]:
         """Let an assistant message act in the environment; returns its reply. The reward goes to the turn that was sampled."""
@@ -303,6 +318,10 @@ class AgentTask:
         reply = await call_environment(self.environment.step, action, seconds=self.seconds, inline=inline)
         step = read_step(await reply if inspect.isawaitable(reply) else reply)
         self.done = bool(step.terminated or step.truncated)
+        self.episode.steps += 1
+        if not self.done and self.episode.steps >= self.episode.limits.turns:
+            # the environment's own limit, which counts what acts in it; how often the agent calls its policy is not its matter
+            self.done, self.episode.limit = True, Limit.TURNS
         self.episode.add_reward(float(step.reward))
         if "success" in step.info:
             self.episode.success = bool(step.info["success"])

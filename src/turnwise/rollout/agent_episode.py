@@ -8,13 +8,15 @@ evaluation do not notice. Knows neither the agent's code nor the wire.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from turnwise.core.protocols import Action, Session
-from turnwise.core.records import Completion, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.protocols import OVERRULED, REFUSED, Action, Session
+from turnwise.core.records import Completion, Limit, Message, Sampling, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.rollout.conversion import AS_JSON, as_field
 from turnwise.rollout.episode import EpisodeLimits, sampled_turn
@@ -23,7 +25,12 @@ from turnwise.rollout.renderer import Renderer
 
 Result = TypeVar("Result")
 MAX_REWARD = 3.4e38  # rewards are float32 on a batch
+NO_REWARD = (
+    "the agent did not say what its episode was worth; let it return a number, True or False (a command prints it), act with "
+    "task.step where --env pays, or write --reward FUNCTION"
+)
 DIFFERENCE = "agent/differs/"  # facts that hold the first differing token of a cause
+ENDED_BY = "agent/ended_by"  # the fact that holds the code of the refused call that ended the episode
 
 
 class CallRefused(EnvironmentFault):
@@ -44,6 +51,7 @@ class CallRequest:
     n: int = 1
     stop: tuple[str, ...] = ()
     pieces: bool = False  # whether the text of each token is wanted
+    overruled: tuple[str, ...] = ()  # fields that the run decides, with values that ask for something else
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class CallReply:
 class AgentOutcome:
     """What an agent says of its episode."""
 
-    reward: float = 0.0
+    reward: float | None = None  # None: nothing
     rewards: Mapping[str, float] = field(default_factory=dict)
     success: bool | None = None
 
@@ -118,7 +126,10 @@ class AgentEpisode:
         sampling: Sampling,
         limits: EpisodeLimits,
         temperature_scale: float = 1.0,
+        paid_from: float = 1,
     ) -> None:
+        """``paid_from``: steps in the environment from which on the episode has a reward without a word of the agent. 0: others
+        score it; infinite: the tasks are rows, which pay nothing."""
         self.key, self.task, self.session, self.renderer, self.limits = key, task, session, renderer, limits
         self.policy_temperature = sampling.temperature or 1.0
         self.temperature_scale = temperature_scale
@@ -128,7 +139,11 @@ class AgentEpisode:
         self.turns: list[Turn] = []
         self.rewards: dict[str, float] = {}
         self.success: bool | None = None
-        self.truncated = ""  # why the agent was not answered to the end
+        self.limit: Limit | None = None  # that ended the answers to the agent, or its steps in the environment
+        self.refusals: Counter[str] = Counter()  # by code
+        self.refusal: CallRefused | None = None  # of the latest call
+        self.overruled: Counter[str] = Counter()
+        self.paid_from, self.steps = paid_from, 0  # steps: taken in the environment
         self.ended = False
         self.messages: tuple[Message, ...] = ()
         self.retries = 0  # calls that were repeated after a lost reply
@@ -138,8 +153,23 @@ class AgentEpisode:
     # ------------------------------------------------------------------ calls
     async def call(self, request: CallRequest) -> list[CallReply]:
         """Answer one call. Raises ``CallRefused`` where there is no answer."""
-        async with self._lock:
-            return [await self._answer(request) for _ in range(request.n)]
+        with self.counting_refusals():
+            async with self._lock:
+                replies = [await self._answer(request) for _ in range(request.n)]
+        self.refusal = None  # the agent went on behind it
+        self.overruled.update(request.overruled)
+        return replies
+
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Remember why a call of this episode gets no answer; also one that could not be read."""
+        try:
+            yield
+        except CallRefused as refusal:
+            if not self.ended and refusal.code != "cancelled":  # which the run does, not the agent
+                self.refusals[refusal.code] += 1
+                self.refusal = refusal
+            raise
 
     def count_tokens(self, request: CallRequest) -> int:
         """How many ids the messages take; nothing is sampled."""
@@ -154,15 +184,17 @@ class AgentEpisode:
     async def _answer(self, request: CallRequest) -> CallReply:
         if self.ended:
             raise CallRefused("episode_ended", "this episode has ended; its reward is final")
-        if len(self.turns) >= self.limits.turns:
-            self.truncated = f"turn limit of {self.limits.turns} (--max-turns)"
-            raise CallRefused("turn_limit", f"the episode has taken its {self.limits.turns} turns")
+        if len(self.turns) >= self.limits.calls:
+            self.limit = Limit.TURNS
+            raise CallRefused("turn_limit", f"the episode has taken its {self.limits.calls} turns (--max-turns)")
         placement = self._place(request)
         prompt = len(placement.dialogue.ids)
         room = self.limits.context - prompt
         if room < 1:
-            self.truncated = f"context window of {self.limits.context} tokens (--context)"
-            raise CallRefused("context_length_exceeded", f"the messages take {prompt} tokens, of {self.limits.context}")
+            self.limit = Limit.CONTEXT
+            # the same words for every episode: they are counted by their text
+            words = f"the messages leave no room in the context window of {self.limits.context} tokens (--context)"
+            raise CallRefused("context_length_exceeded", words)
         most = min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
         sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *request.stop))
         completion = await self.session.generate(placement.dialogue.ids, sampling)
@@ -203,7 +235,7 @@ class AgentEpisode:
 
     def finish(self, outcome: AgentOutcome) -> None:
         """Take the agent's verdict; later calls are refused."""
-        self.add_reward(outcome.reward)
+        self.add_reward(outcome.reward or 0.0)
         self.rewards = {**self.rewards, **outcome.rewards}
         self.success = self.success if outcome.success is None else outcome.success
         self.ended = True
@@ -213,23 +245,28 @@ class AgentEpisode:
         """Let the agent play; never raises for an error of the agent. ``seconds``: None where the agent limits its own time."""
         status, reason = Status.FAILED, "cancelled"
         try:
-            self.finish(await asyncio.wait_for(agent(self), seconds))
+            outcome = await asyncio.wait_for(agent(self), seconds)
+            if outcome.reward is None and self.steps < self.paid_from:
+                raise EnvironmentFault(NO_REWARD)
+            self.finish(outcome)
             status, reason = Status.FINISHED, ""
         except TimeoutError as late:
             reason = str(late) if seconds is None else too_late(seconds)
-        except CallRefused as refused:  # the agent let it through
-            status = Status.TRUNCATED if self.truncated else Status.FAILED
-            reason = self.truncated or str(refused)
         except EnvironmentFault as fault:
             reason = str(fault)
         except Exception as fault:  # raised by the agent
-            status = Status.TRUNCATED if self.truncated else Status.FAILED
-            reason = self.truncated or f"{type(fault).__name__}: {fault}"
+            reason = f"{type(fault).__name__}: {fault}"
         finally:
             self.ended = True
             self.session.close()
-        if status == Status.FINISHED and self.truncated:
-            status, reason = Status.TRUNCATED, self.truncated
+        if self.limit is not None and (
+            status == Status.FINISHED or (self.refusal and self.steps >= max(1, self.paid_from))
+        ):
+            # cut, and yet its worth is known: from the agent, or step by step from the environment, as in the turn loop
+            status, reason = Status.TRUNCATED, str(self.refusal or f"turn limit of {self.limits.turns} (--max-turns)")
+        elif self.refusal is not None and status == Status.FAILED:
+            raised = "" if reason == str(self.refusal) else f"; the agent: {reason}"
+            reason = f"a refused call ended the episode: {self.refusal} ({self.refusal.code}){raised}"
         return self.trajectory(status, reason)
 
     def trajectory(self, status: Status, reason: str) -> Trajectory:
@@ -241,6 +278,10 @@ class AgentEpisode:
         facts: dict[str, float | str] = {f"agent/{cause}": float(count) for cause, count in sorted(causes.items())}
         follow_ups = sum(causes.values()) - causes[OPENING]
         facts["agent/exact"] = sum(causes[cause] for cause in SAME_TOKENS) / follow_ups if follow_ups else 1.0
+        facts |= {f"{REFUSED}{code}": float(count) for code, count in sorted(self.refusals.items())}
+        facts |= {f"{OVERRULED}{name}": float(count) for name, count in sorted(self.overruled.items())}
+        if self.refusal is not None and status == Status.FAILED:
+            facts[ENDED_BY] = self.refusal.code
         if self.retries:
             facts["agent/retries"] = float(self.retries)
         facts |= {f"{DIFFERENCE}{cause}": text[:200] for cause, text in self.lineage.differences.items()}
@@ -255,6 +296,7 @@ class AgentEpisode:
             guidance="" if scale == 1 else f"temperature_scale {scale:g}",
             facts=facts,
             messages=self.messages,
+            limit=self.limit,
         )
 
 

@@ -14,7 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.protocols import Action, Session, Step
-from turnwise.core.records import Completion, Facts, Fork, Message, Sampling, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.records import (
+    Completion,
+    Facts,
+    Fork,
+    Limit,
+    Message,
+    Sampling,
+    Status,
+    Stop,
+    Task,
+    Trajectory,
+    Turn,
+)
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
 from turnwise.errors import ContextOverflow, EnvironmentFault, RenderError, ServerFault
@@ -78,14 +90,18 @@ def with_hint_text(messages: list[Message], hint: str) -> list[Message]:
     return [{**messages[0], "content": f"{messages[0]['content']}\n{hint}"}, *messages[1:]]
 
 
+AGENT_CALLS = 128
+
+
 @dataclass(frozen=True)
 class EpisodeLimits:
     """Where an episode is truncated."""
 
-    turns: int = 8
+    turns: int = 8  # that act in the environment
     context: int = 512  # ids the model can read
     environment_seconds: float = 30.0  # per call into the environment
     history: int = 0  # how many of the latest observations are visible; 0: all
+    calls: int = AGENT_CALLS  # of an agent, which owns its length: a bound for one that never ends
 
 
 def sampled_turn(completion: Completion, **more: Any) -> Turn:
@@ -175,6 +191,7 @@ class Episode:
         self.hinted_dialogue: Dialogue | None = None  # the same dialogue with the hint; sampled from if there is one
         self.answer: tuple[int, ...] = ()
         self.end: str | None = None
+        self.limit: Limit | None = None
 
     async def run(self) -> Trajectory:
         status, reason = Status.FAILED, "cancelled"
@@ -182,7 +199,7 @@ class Episode:
             status, reason = await self._play()
             self.end = await self._state()
         except ContextOverflow as overflow:
-            status, reason = Status.TRUNCATED, str(overflow)
+            status, reason, self.limit = Status.TRUNCATED, str(overflow), Limit.CONTEXT
         except (EnvironmentFault, RenderError, ServerFault) as fault:
             status, reason = Status.FAILED, str(fault)
         except Exception as fault:  # raised by the environment
@@ -216,6 +233,7 @@ class Episode:
             fork=Fork(self.fork_from.key, self.fork_from.turn, self.fork_from.token) if self.fork_from else None,
             guidance=", ".join(guidance),
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
+            limit=self.limit,
         )
 
     async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:
@@ -256,6 +274,7 @@ class Episode:
         for _ in range(self.limits.turns - self._taken_before()):
             room = self.limits.context - len((self.hinted_dialogue or self.dialogue).ids) - len(self._start())
             if room < 1:
+                self.limit = Limit.CONTEXT
                 return Status.TRUNCATED, f"context window of {self.limits.context} tokens (--context)"
             seat = str(getattr(self.environment, "agent", "agent"))
             others_move = self.others is not None and seat != self.others.seat
@@ -263,7 +282,9 @@ class Episode:
             if step.terminated:
                 return Status.FINISHED, ""
             if step.truncated:
+                self.limit = Limit.ENVIRONMENT
                 return Status.TRUNCATED, "environment"
+        self.limit = Limit.TURNS
         return Status.TRUNCATED, "turn limit"
 
     async def _open_hinted(self, first: list[Message], tools: tuple[Any, ...]) -> None:

@@ -64,7 +64,8 @@ class Api:
     def calls(self, wire: Wire) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             body, raw = await read_body(request)
-            call = wire.read_request(body)  # what cannot be read is refused whoever asks
+            with self.sessions.counting_refusals(_key(request)):
+                call = wire.read_request(body)  # what cannot be read is refused whoever asks
             retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             with self.opened(request) as opened:
                 if body.get("previous_response_id") is not None:
@@ -188,7 +189,9 @@ async def _refused(request: Request, fault: Any) -> Response:
         code, text = "not_found", f"no {request.method} {request.url.path[:80]}; {paths}"
     # in the format of the client, as far as the path shows it
     wire = MESSAGES if "/v1/messages" in request.url.path else CHAT
-    return JSONResponse(wire.error_body(code, text), status_code=status or STATUS.get(code, 400))
+    # stock clients repeat a call that gets 409, with pauses; what we refuse, we refuse again
+    again = {} if code in ("busy", "stuck") else {"x-should-retry": "false"}
+    return JSONResponse(wire.error_body(code, text), status_code=status or STATUS.get(code, 400), headers=again)
 
 
 async def _gone(request: Request, fault: Exception) -> Response:

@@ -152,6 +152,11 @@ class Sessions:
         check(key in self._open, "no open episode has this key", code="invalid_api_key")
         return self._open[key]
 
+    def counting_refusals(self, key: str) -> contextlib.AbstractContextManager[None]:
+        """A call that cannot be read counts for the episode of its key, if there is one."""
+        opened = self._open.get(key)
+        return contextlib.nullcontext() if opened is None else opened.episode.counting_refusals()
+
     def admits(self, token: str) -> bool:
         """Whether a token lets an agent in. Compared in constant time."""
         return not self.token or secrets.compare_digest(token.encode(), self.token.encode())

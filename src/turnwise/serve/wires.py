@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from turnwise.core.records import Message
 from turnwise.core.stateful import remember
-from turnwise.rollout.agent_client import completion_body, read_message, read_stop, refuse_unknown
+from turnwise.rollout.agent_client import completion_body, overruled_fields, read_message, read_stop, refuse_unknown
 from turnwise.rollout.agent_client import read_request as read_chat
 from turnwise.rollout.agent_episode import CallRefused, CallReply, CallRequest
 
@@ -62,7 +62,8 @@ def _read_options(
     tools, limit = body.get("tools") or (), body.get(limit_name) or 0
     check(isinstance(tools, list | tuple), "'tools' is {!r:.80}; write a list", tools)
     check(type(limit) is int and limit >= 0, "{!r} is {!r:.60}; write a whole number", limit_name, limit)
-    return CallRequest(messages, () if choice == "none" else tuple(map(read_tool, tools)), limit, stop=stop)
+    read = () if choice == "none" else tuple(map(read_tool, tools))
+    return CallRequest(messages, read, limit, stop=stop, overruled=overruled_fields(body))
 
 
 def _text(content: Any, where: str, kinds: Sequence[str]) -> str:

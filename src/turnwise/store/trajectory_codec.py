@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.core.records import Fork, Origin, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.records import Fork, Limit, Origin, Status, Stop, Task, Trajectory, Turn
 
 INTEGER_COLUMNS = ("context", "tokens", "version", "masked_context")
 FLOAT_COLUMNS = ("mass", "logp")
@@ -88,6 +88,7 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
         "answer": list(trajectory.answer),
         "messages": list(trajectory.messages),
         "columns": columns,
+        **({"limit": trajectory.limit} if trajectory.limit else {}),
     }
     # Fit the window to the data: for 500 bytes, zlib spends half its time on clearing its default window of 32 KiB.
     data, (smallest, largest) = b"".join(parts[:-1]), WINDOW_BITS
@@ -119,6 +120,7 @@ def decode(record: str, blob: bytes | None) -> Trajectory:
         facts=encoded["facts"],
         answer=tuple(encoded["answer"]),
         messages=tuple(encoded["messages"]),
+        limit=Limit(encoded["limit"]) if "limit" in encoded else None,
     )
 
 

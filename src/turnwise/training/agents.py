@@ -7,12 +7,16 @@ scripted policies in place of a model, and says in words what was tried.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import inspect
+import math
 import os
 import shlex
 import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,14 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.config.named_object import GIVEN_OBJECT, importable_name, load_object
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import Action, Session
+from turnwise.core.protocols import OVERRULED, REFUSED, Action, Session
 from turnwise.core.records import Origin, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.text import printable_line
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_client import AgentTask, FunctionAgent, open_task
-from turnwise.rollout.agent_episode import DIFFERENCE, AgentEpisode, AgentOutcome
+from turnwise.rollout.agent_episode import DIFFERENCE, ENDED_BY, AgentEpisode, AgentOutcome
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.lineage import (
     COMPACTION,
@@ -141,6 +145,38 @@ def agent_demonstrator(agent: Agent | None) -> Callable[[Action], str] | None:
     return getattr(getattr(agent, "function", None), "demonstrate", None)
 
 
+def unpaid(spec: EnvSpec) -> str:
+    """Why no episode of this agent can ever earn a reward, as far as its code shows it; empty if one can."""
+    function = getattr(spec.agent, "function", None)
+    if spec.paid_from < math.inf or function is None or not _returns_nothing(function):
+        return ""
+    name = getattr(function, "__name__", type(function).__name__)
+    return (
+        f"the agent {name} returns nothing, the rows of {spec.settings.data} pay nothing, and there is no --reward, so no "
+        f"episode would have a reward; return a number from {name} (or True, False, or a dict with reward and success), or write "
+        "--reward FUNCTION"
+    )
+
+
+def _returns_nothing(function: Any) -> bool:
+    """Whether the source of a function has no ``return`` with a value; False where there is no source to read."""
+    code = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
+    try:
+        (defined,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    if not isinstance(defined, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False  # a lambda returns
+    left: list[ast.AST] = list(defined.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Return) and not (node.value is None or getattr(node.value, "value", node) is None):
+            return False
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            left += ast.iter_child_nodes(node)  # what an inner function returns is not the agent's word
+    return True
+
+
 async def _episode(
     agent: Agent,
     episode: AgentEpisode,
@@ -181,7 +217,7 @@ async def play_demonstration(
         return Action(wording(await next_action(act)))
 
     session = ScriptedSession(worded, renderer, tuple(getattr(environment, "tools", ())))
-    episode = AgentEpisode(key, task, session, renderer, Sampling(), limits)
+    episode = AgentEpisode(key, task, session, renderer, Sampling(), limits, paid_from=0)
     played = await _episode(agent, episode, environment, task, DEMONSTRATION)
     turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in played.turns)
     return replace(played, turns=turns, origin=Origin.EXPERT)
@@ -195,13 +231,14 @@ def agent_play(
     limits: EpisodeLimits,
     seconds: float,
     row: Callable[[Task], Any],
+    paid_from: float = 1,
 ) -> EpisodeRunner:
     """An ``EpisodeRunner`` that lets the agent play. ``make`` creates the environment of a task, ``row`` its columns."""
 
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
         assert not any(more.values()), f"an agent's episode cannot take {sorted(more)}"
         environment = make(task)
-        episode = AgentEpisode(key, task, session, renderer, sampling, limits, temperature_scale)
+        episode = AgentEpisode(key, task, session, renderer, sampling, limits, temperature_scale, paid_from)
         try:
             return await _episode(agent, episode, environment, task, seconds, row(task))
         finally:
@@ -242,7 +279,7 @@ def try_agent(values: Mapping[str, Any], episodes: int = 8) -> AgentReport:
     policies = ("oracle", "nonsense") if spec.can_demonstrate else ("nonsense",)
     played = {policy: asyncio.run(_try_all(spec, renderer, policy, episodes)) for policy in policies}
     twice = asyncio.run(_try_all(spec, renderer, policies[0], episodes))
-    return _report(played, twice, policies[0], settings.env)
+    return _report(played, twice, policies[0], spec)
 
 
 async def _try_all(spec: EnvSpec, renderer: Renderer, policy: str, episodes: int) -> list[Trajectory]:
@@ -261,7 +298,9 @@ async def _try_all(spec: EnvSpec, renderer: Renderer, policy: str, episodes: int
             return Action(wording(await next_action(scripted)))
 
         session = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
-        episode = AgentEpisode(f"check.{number}", task, session, renderer, Sampling(), spec.scripted_limits)
+        episode = AgentEpisode(
+            f"check.{number}", task, session, renderer, Sampling(), spec.scripted_limits, 1.0, spec.paid_from
+        )
         try:
             seconds = min(spec.settings.agent_seconds, 60.0)
             return await _episode(agent, episode, environment, task, seconds, spec.columns(task))
@@ -272,22 +311,27 @@ async def _try_all(spec: EnvSpec, renderer: Renderer, policy: str, episodes: int
     return list(await asyncio.gather(*(play(number, task) for number, task in enumerate(tasks))))
 
 
-def _report(played: Mapping[str, list[Trajectory]], twice: list[Trajectory], first: str, env: str) -> AgentReport:
-    tried, problems = list[str](), list[str]()
+def _report(played: Mapping[str, list[Trajectory]], twice: list[Trajectory], first: str, spec: EnvSpec) -> AgentReport:
+    tried, problems = list[str](), [text for text in (unpaid(spec),) if text]
     for policy, episodes in played.items():
         failed = [t.reason for t in episodes if t.status == Status.FAILED]
+        refused = [t.reason for t in episodes if ENDED_BY in t.facts]
         rewards = sum(t.reward for t in episodes) / len(episodes)
         tried.append(
-            f"{len(episodes)} tasks of {env} with the policy {policy}: {len(failed)} failed, mean reward {rewards:.2f}"
+            f"{len(episodes)} tasks of {spec.settings.env} with the policy {policy}: {len(failed)} failed, mean reward "
+            f"{rewards:.2f}" + ", which reward functions or a judge score in the run" * (spec.paid_from == 0)
         )
-        if failed and policy != "nonsense":
+        if refused:  # whatever the policy says: the run does not answer a call of the agent
+            problems.append(f"with the policy {policy} {len(refused)} of {len(episodes)} episodes: {refused[0]}")
+        elif failed and policy != "nonsense":
             problems.append(f"with the policy {policy} {len(failed)} of {len(episodes)} episodes fail: {failed[0]}")
-        elif len(failed) == len(episodes):
+        elif len(failed) == len(episodes) and not any(failed[0] in problem for problem in problems):
             problems.append(
                 f"every episode of a policy that talks nonsense fails, and failed episodes are not trained on: {failed[0]}; "
                 "catch the model's own mistakes and return a reward"
             )
-        if policy == "oracle" and not any(t.reward > 0 or t.success for t in episodes):
+        unscored = spec.paid_from > 0 and len(failed) < len(episodes)
+        if policy == "oracle" and unscored and not any(t.reward > 0 or t.success for t in episodes):
             problems.append(
                 "a policy that knows the answer never gets a reward: does the agent return it, or call task.step?"
             )
@@ -329,12 +373,17 @@ def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
     """The certificate of these episodes."""
     causes: Counter[str] = Counter()
     unfinished: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    overruled: Counter[str] = Counter()
     first: dict[str, str] = {}
     totals: Counter[str] = Counter()
     for episode in episodes:
         counted = (OPENING, *SAME_TOKENS, *RESTARTS)
         causes.update({c: int(episode.facts.get(f"agent/{c}", 0)) for c in counted})
         totals["retries"] += int(episode.facts.get("agent/retries", 0))
+        totals["ended by a refused call"] += ENDED_BY in episode.facts
+        for kind, counts in ((REFUSED, refused), (OVERRULED, overruled)):
+            counts.update({k.removeprefix(kind): int(n) for k, n in episode.facts.items() if k.startswith(kind)})
         totals["episodes"] += 1
         totals["sampled"] += episode.sampled
         totals["trained"] += episode.sampled if episode.trained else 0
@@ -350,10 +399,16 @@ def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
         "calls": causes.total(),
         "first_calls": causes[OPENING],
         "continued": exact,
-        "continued_share": exact / follow_ups if follow_ups else 1.0,
+        "continued_share": exact / follow_ups if follow_ups else None,
         "behind_earlier_turns": exact - causes[CONTINUED],
         "restarts": {c: {"count": causes[c], "first_difference": first.get(c, "")} for c in RESTARTS if causes[c]},
         "retries": totals["retries"],
+        "refused": {
+            "count": refused.total(),
+            "codes": dict(refused),
+            "episodes_ended": totals["ended by a refused call"],
+        },
+        "overruled": dict(overruled),
         "unfinished": {"count": unfinished.total(), "reasons": dict(unfinished.most_common(5))},
         "tokens_sampled": totals["sampled"],
         "tokens_trained": totals["trained"],
@@ -364,11 +419,18 @@ def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
 def certificate_lines(exact: Mapping[str, Any]) -> list[str]:
     """A certificate in words, one fact a line."""
     follow_ups = exact["calls"] - exact["first_calls"]
-    lines = [
-        f"{exact['calls']:,} calls in {exact['episodes']:,} episodes; {exact['continued']:,} of {follow_ups:,} later calls "
-        f"({exact['continued_share']:.1%}) continued token for token"
-        + (f", {exact['behind_earlier_turns']:,} of them behind an earlier turn" * bool(exact["behind_earlier_turns"]))
-    ]
+    continued = "no later calls"
+    if follow_ups:
+        share = f"{exact['continued']:,} of {follow_ups:,} later calls ({exact['continued_share']:.1%})"
+        behind = f", {exact['behind_earlier_turns']:,} of them behind an earlier turn"
+        continued = f"{share} continued token for token" + behind * bool(exact["behind_earlier_turns"])
+    lines = [f"{exact['calls']:,} calls in {exact['episodes']:,} episodes; {continued}"]
+    refused, overruled = exact.get("refused", {}), exact.get("overruled", {})  # summaries of older runs have neither
+    if refused.get("count"):
+        ended = f"{refused['episodes_ended']:,} episodes ended by one and were not trained on"
+        lines.append(f"refused calls: {refused['count']:,} ({_counts(refused['codes'])}); {ended}")
+    if overruled:
+        lines.append(f"calls that asked for what the run decides: {_counts(overruled)}")
     for cause, restart in exact["restarts"].items():
         shown = f"; the first {restart['first_difference']}" if restart["first_difference"] else ""
         lines.append(f"restarts, {cause}: {restart['count']:,} ({WORDS[cause]}){shown}")
@@ -380,3 +442,7 @@ def certificate_lines(exact: Mapping[str, Any]) -> list[str]:
         f"({exact['trained_share']:.1%})"
     )
     return [printable_line(line) for line in lines]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))

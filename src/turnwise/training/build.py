@@ -142,7 +142,14 @@ def make_play(
     limits, s = env_spec.limits, env_spec.settings
     if env_spec.agent is not None:
         return agent_play(
-            env_spec.try_make, env_spec.agent, renderer, sampling, limits, s.agent_seconds, env_spec.columns
+            env_spec.try_make,
+            env_spec.agent,
+            renderer,
+            sampling,
+            limits,
+            s.agent_seconds,
+            env_spec.columns,
+            env_spec.paid_from,
         )
     resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -43,7 +44,7 @@ from turnwise.errors import SettingError, nearest
 from turnwise.models.facts import ModelFacts, read_model_facts
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.spec import parse_rewards
-from turnwise.rollout.episode import EpisodeLimits, FailedEnvironment
+from turnwise.rollout.episode import AGENT_CALLS, EpisodeLimits, FailedEnvironment
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.store.shared_pool import SharedPool
@@ -147,6 +148,8 @@ def suggest(settings: Settings, decided: Collection[str], model: ModelFacts, env
             reason = f"at most half of the context of {settings.context}"
         rows.append(Suggestion("max_tokens", tokens, reason))
     if "context" not in decided:
+        if settings.agent and settings.uses_prompts:  # how often it calls is not known before
+            turns = settings.max_turns or prompts.MAX_TURNS
         needed = PROMPT + turns * (tokens + REPLY)
         whole = max(-(-needed // 64) * 64, 512)  # a multiple of 64
         context = min(model.max_positions or MAX_CONTEXT, whole, max(MAX_CONTEXT, PROMPT + tokens))
@@ -339,7 +342,13 @@ class EnvSpec:
     def limits(self) -> EpisodeLimits:
         s = self.settings
         turns = s.max_turns or turn_limit(self.env_class)
-        return EpisodeLimits(turns, s.context, s.env_seconds, s.history)
+        return EpisodeLimits(turns, s.context, s.env_seconds, s.history, calls=s.max_turns or AGENT_CALLS)
+
+    @property
+    def paid_from(self) -> float:
+        """Steps in the environment from which on an agent's episode has a reward of its own (``AgentEpisode``)."""
+        s = self.settings
+        return 0 if s.reward or s.judge else math.inf if s.uses_prompts else 1
 
     @property
     def scripted_limits(self) -> EpisodeLimits:

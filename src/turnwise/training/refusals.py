@@ -43,6 +43,7 @@ from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independe
 from turnwise.serve.server import require_packages
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
+from turnwise.training.agents import unpaid
 from turnwise.training.plan import OWN, RunPlan, has_gpu, read_template, required_by
 from turnwise.training.remote_generators import check_generators
 from turnwise.training.rewards import check_judge, check_reward_functions
@@ -91,6 +92,8 @@ def _names(plan: RunPlan) -> Iterator[str]:
         signatures.typed_options(s.method, s.method_options)
     if s.credit:
         signatures.typed_options(s.credit, s.credit_options)
+    if s.agent and (reason := unpaid(plan.env_spec)):
+        yield reason
     if s.eval_tasks and not plan.env_spec.first_tasks("held_out", 1):
         yield "no rows are held out to evaluate on; write --eval-tasks 0, --eval-data FILE or a --held-out-share"
 

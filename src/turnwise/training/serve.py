@@ -49,7 +49,7 @@ from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_di
 from turnwise.workers.child import serve_concurrently
 from turnwise.workers.sockets import allow_many_files
 
-TURNS = 10_000  # of a session
+CALLS = 10_000  # of a session
 MAX_SESSIONS = 4096  # open at the same time
 FILE = "endpoint.jsonl"  # in the run directory
 SHARED = ("env", "difficulty", "max_turns", "context", "template", "tool_syntax")  # with the runs it samples for
@@ -297,7 +297,7 @@ def serve_run(
     cache = engines.sampling_cache(settings, model)
     generator = engines.make_local_generator(settings, model, renderer, deterministic=False, cache=cache)
     sampling = build.sampling_settings(settings, settings.eval_temperature)
-    limits = EpisodeLimits(TURNS, settings.context)
+    limits = EpisodeLimits(context=settings.context, calls=CALLS)
     server = PolicyServer(generator, renderer, sampling, limits, settings.seed, seconds, Path(run) / FILE)
 
     async def serve() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +23,8 @@ from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, Field
-from turnwise.core.protocols import UNREAD_TOOL_CALLS
-from turnwise.core.records import Group, Status, Stop, Trajectory, Turn
+from turnwise.core.protocols import OVERRULED, REFUSED, UNREAD_TOOL_CALLS
+from turnwise.core.records import Group, Limit, Status, Stop, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.rollout.strategies import DRAFT_TOKENS
 from turnwise.store.token_columns import TokenColumns
@@ -175,6 +176,7 @@ def describe(groups: Sequence[Group], version: int, max_tokens: int = 0) -> dict
         "seconds/turn_sampled": sum(turn.seconds_generating for turn in turns) / m,
         "seconds/turn_answered": sum(turn.seconds_acting for turn in turns) / m,
         **_trees(groups),
+        **_calls_of_agents(trajectories),
     }
 
 
@@ -209,14 +211,22 @@ def _limits(trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_token
         # the context window ended this episode, before a turn or within its last one
         last = t.turns[-1] if t.turns else None
         within = last is not None and last.stop == Stop.LENGTH and len(last.tokens) < max_tokens
-        by_context += within or t.reason.startswith("context window")
+        by_context += within or t.limit == Limit.CONTEXT
     return {
         "tokens_per_turn": sum(len(turn.tokens) for turn in turns) / m,
         "truncated": sum(t.status == Status.TRUNCATED for t in trajectories) / n,
         "truncated/turns_by_max_tokens": by_tokens / m,
         "truncated/episodes_by_context": by_context / n,
-        "truncated/episodes_by_max_turns": sum(t.reason == "turn limit" for t in trajectories) / n,
+        "truncated/episodes_by_max_turns": sum(t.limit == Limit.TURNS for t in trajectories) / n,
     }
+
+
+def _calls_of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Per episode, by code and by field: calls that were refused, and calls that named a field which the run decides."""
+    counted: Counter[str] = Counter()
+    for t in trajectories:
+        counted.update({name: float(n) for name, n in t.facts.items() if name.startswith((REFUSED, OVERRULED))})
+    return {name: count / len(trajectories) for name, count in sorted(counted.items())}
 
 
 def _ages(trajectories: Sequence[Trajectory], turns: Sequence[Turn], version: int) -> dict[str, float]:

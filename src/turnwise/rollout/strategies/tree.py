@@ -555,7 +555,7 @@ class WatchedGrowth(TreeGrowth):
         trajectory = episode.trajectory
         if watched.stopped and rule is not None and trajectory.status != Status.FAILED:
             penalty = rule.penalty(watched.confidence, [math.exp(x) for x in watched.probability_logs])
-            episode.trajectory = replace(trajectory, facts={**trajectory.facts, PRUNED: penalty})
+            episode.trajectory = replace(trajectory, facts={**trajectory.facts, PRUNED: penalty}, limit=None)
         return episode
 
 
