@@ -29,7 +29,9 @@ def test_there_are_few_with_every_sub_option_counted():
 
 def test_every_setting_says_what_it_does_and_its_default_fits_its_type():
     assert [f.name for f in fields(Settings) if len(f.metadata["help"]) <= 5] == []
-    assert [f.name for f in fields(Settings) if convert(f.name, default_of(f), setting_type(f.name)) != default_of(f)] == []
+    assert [
+        f.name for f in fields(Settings) if convert(f.name, default_of(f), setting_type(f.name)) != default_of(f)
+    ] == []
 
 
 def test_the_default_method_exists():
@@ -123,3 +125,40 @@ def test_staleness_is_a_number_and_what_happens_to_late_groups(given, kept):
 def test_a_staleness_that_says_nothing_is_refused(given, words):
     with pytest.raises(SettingError, match=words):
         Settings(staleness=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "text"),
+    [
+        ("cluster", {"address": "local", "generators": 2}, "local,generators=2"),
+        ("model", {"name": "tiny", "cache": "pages"}, "tiny,cache=pages"),
+        ("opponents", {"kind": "past", "keep": "4"}, "past,keep=4"),
+        ("staleness", {"limit": 2, "late": "drop"}, "2,drop"),
+    ],
+)
+def test_parts_may_be_nested_as_a_config_file_does(name, parts, text):
+    assert getattr(Settings(**{name: parts}), name) == getattr(Settings(**{name: text}), name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cluster": {"generators": 2}}, "write local, or the HOST:PORT"),
+        ({"cluster": {"generator": 2}}, "did you mean 'generators'"),
+        ({"cluster": "local,cpus=1,cpus=2"}, "cpus is given twice"),
+        ({"opponents": [1]}, "is not Opponents"),
+        ({"model": 5}, "is not ModelName"),
+        ({"seed": 10**30}, "at most 63 bits"),
+        ({"clip_norm": -1}, "write a positive number"),
+        ({"threads": 10**7}, "at most 1024"),
+        ({"cold_steps": -7}, "-1 or more"),
+        ({"top_p": 2}, r"a number in \(0, 1\]"),
+        ({"temperature": -0.1}, "0 for greedy"),
+        ({"agent_seconds": 0}, "a positive number of seconds"),
+        ({"top_k": -1}, "0 or more"),
+        ({"min_p": 1}, "from 0 to below 1"),
+    ],
+)
+def test_what_no_run_can_use_is_refused_where_settings_are_read(settings, words):
+    with pytest.raises(SettingError, match=words):
+        Settings(**settings)

@@ -211,6 +211,21 @@ def test_a_process_killed_from_outside_costs_one_call(file):
     pool.close()
 
 
+def test_a_death_while_a_function_loads_again_costs_one_call(tmp_path):
+    """Only the first load says whether the function can be loaded; a later death is a fault of the host."""
+    path, dying = tmp_path / "mine.py", tmp_path / "dying"
+    path.write_text(f"import os\nif os.path.exists({str(dying)!r}): os.kill(os.getpid(), 9)\ndef f(x): return x")
+    pool = ScoringPool(ProcessSettings(f"{path}:f", "test", seconds=5), size=1)
+    assert pool.call(args=(4,)) == {"value": 4}
+    dying.touch()
+    pool.processes.workers[0].kill("test")
+    with pytest.raises(CallFailed, match="SIGKILL"):
+        pool.call(args=(4,))
+    dying.unlink()
+    assert pool.call(args=(5,)) == {"value": 5}
+    pool.close()
+
+
 def test_nothing_of_the_pool_outlives_close(file):
     pool = ScoringPool(ProcessSettings("math:sqrt", "test", seconds=5), size=2)
     pool.call(args=(4,))

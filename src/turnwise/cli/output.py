@@ -11,6 +11,7 @@ from typing import Any
 
 from turnwise.core.protocols import Listener
 from turnwise.core.text import printable
+from turnwise.errors import StoreError
 
 
 @contextlib.contextmanager
@@ -55,8 +56,15 @@ def progress(quiet: bool) -> Iterator[Listener]:
 
     from turnwise.observe.progress import show_progress
 
+    class RunConsole(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would leave with status 1 and no reason, which the run would then record as its error
+            raise StoreError(
+                "nobody reads the output of the run any more (a pipe was closed); write > FILE, and resume it"
+            )
+
     with stdout_reserved(quiet):
-        listen = show_progress(Console(stderr=quiet, highlight=False))
+        listen = show_progress(RunConsole(stderr=quiet, highlight=False))
         try:
             yield listen
         finally:

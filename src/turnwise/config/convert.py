@@ -26,11 +26,18 @@ LIMITS: dict[str, Callable[[Any], bool]] = {  # a limit is declared by the words
     "a number between 0 and 1": lambda value: 0 < value < 1,
     "a number from 0 to below 1": lambda value: 0 <= value < 1,
     "a multiple of 16": lambda value: value >= 16 and value % 16 == 0,
+    "a positive number": lambda value: value > 0,
+    "0 for greedy, or a positive number": lambda value: 0 <= value < math.inf,
+    "a number in (0, 1]": lambda value: 0 < value <= 1,
+    "-1 or more": lambda value: value >= -1,
+    "at most 1024": lambda value: value <= 1024,
+    "a whole number of at most 63 bits": lambda value: abs(value) < 1 << 63,  # what generators of random numbers take
 }
 Positive = Annotated[int, "at least 1"]
 Count = Annotated[int, "0 or more"]
 Rate = Annotated[float, "0 or a positive number"]
 Seconds = Annotated[float, "a positive number of seconds"]
+Temperature = Annotated[float, "0 for greedy, or a positive number"]
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
@@ -41,7 +48,10 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         kind, *limits = typing.get_args(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     try:
-        value = _convert(value, kind)
+        if hasattr(kind, "read"):  # a type that reads its own text
+            value = value if isinstance(value, kind) else kind.read(name, value)
+        else:
+            value = _convert(value, kind)
         # a word such as "auto" is no number to limit
         broken = next((limit for limit in limits if not isinstance(value, str) and not LIMITS[limit](value)), "")
         wrong = f" is {value}; write {broken}" if broken else ""
@@ -61,8 +71,6 @@ def convert(name: str, value: Any, kind: Any) -> Any:
 
 def _convert(value: Any, kind: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if hasattr(kind, "parse"):  # a type that reads its own text
-        return value if isinstance(value, kind) else kind.parse(value)
     if origin in (types.UnionType, typing.Union):
         # None, also as the text "none", if the union has it; else the first member that accepts the value
         if type(None) in args and (value is None or (isinstance(value, str) and value.lower() == "none")):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from turnwise.config.convert import Count, Positive, Rate, Seconds, convert
+from turnwise.config.convert import Count, Positive, Rate, Seconds, Temperature, convert
 from turnwise.config.values import Cluster, ModelName, Opponents, SettingValue, Staleness
 from turnwise.errors import SettingError, nearest
 
@@ -81,7 +81,7 @@ class EnvironmentSection:
         "file.py:name, a command with arguments that finds the policy in OPENAI_BASE_URL, or `external`: agents elsewhere "
         "take episodes at --agent-address",
     )
-    agent_seconds: float = setting(300.0, "time limit of an agent's whole episode, in seconds")
+    agent_seconds: Seconds = setting(300.0, "time limit of an agent's whole episode, in seconds")
     agent_address: str = setting("127.0.0.1:8700", "where agents that live elsewhere take episodes: HOST:PORT")
 
 
@@ -112,7 +112,9 @@ class TinySection:
     layers: Positive = setting(2, "layers of the tiny model")
     vocabulary: Positive = setting(512, "entries of the tiny tokenizer")
     copying: bool = setting(False, "start attention heads of the tiny model as copying heads: it learns to copy sooner")
-    cold_steps: int = setting(-1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others")
+    cold_steps: Annotated[int, "-1 or more"] = setting(
+        -1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others"
+    )
     cold_batch: Positive = setting(48, "demonstrations per supervised step")
     cold_demos: Positive = setting(
         2048, "maximum number of distinct demonstrations of the cold start; they are then repeated"
@@ -159,7 +161,9 @@ class RewardSection:
         "fail",
         "where a reward function raises, hangs or crashes: fail (the trajectory is dropped), or a number to give",
     )
-    env_reward_weight: float = setting(1.0, "weight of the environment's own reward beside --reward")
+    env_reward_weight: Annotated[float, "a finite number"] = setting(
+        1.0, "weight of the environment's own reward beside --reward"
+    )
     judge: str = setting(
         "",
         "judge of finished episodes: http://HOST/v1, policy (itself), or first_error:FOLDER, a model that names a wrong step",
@@ -199,10 +203,12 @@ class AmountSection:
 class RolloutSection:
     """Sampling."""
 
-    temperature: float = setting(1.0, "sampling temperature")
-    top_p: float = setting(1.0, "nucleus sampling")
-    top_k: int = setting(0, "sample from the k most probable tokens; 0: off")
-    min_p: float = setting(0.0, "drop tokens less probable than this share of the most probable one")
+    temperature: Temperature = setting(1.0, "sampling temperature")
+    top_p: Annotated[float, "a number in (0, 1]"] = setting(1.0, "nucleus sampling")
+    top_k: Count = setting(0, "sample from the k most probable tokens; 0: off")
+    min_p: Annotated[float, "a number from 0 to below 1"] = setting(
+        0.0, "drop tokens less probable than this share of the most probable one"
+    )
     max_tokens: Positive = setting(48, "maximum tokens sampled per turn")
     context: Positive = setting(320, "maximum tokens of a dialogue")
     slots: Positive = setting(256, "dialogues in the KV cache at the same time")
@@ -233,7 +239,7 @@ class LearnerSection:
     )
     warmup: Count = setting(3, "warm-up steps of the learning rate")
     weight_decay: Rate = setting(0.0, "AdamW weight decay")
-    clip_norm: float = setting(1.0, "gradient norm is clipped to this")
+    clip_norm: Annotated[float, "a positive number"] = setting(1.0, "gradient norm is clipped to this")
     critic: Literal["shared", "separate"] = setting(
         "shared", "shared: a value head on the policy's hidden states; separate: a model of its own"
     )
@@ -262,7 +268,7 @@ class EvaluationSection:
 
     eval_tasks: Count = setting(200, "held-out tasks to evaluate on before and after; 0: no evaluation")
     eval_samples: Positive = setting(1, "trajectories per held-out task (pass@k, majority@k)")
-    eval_temperature: float = setting(1.0, "sampling temperature of the evaluation")
+    eval_temperature: Temperature = setting(1.0, "sampling temperature of the evaluation")
     eval_every: Count = setting(0, "steps between evaluations during training; 0: none")
 
 
@@ -271,7 +277,9 @@ class MachineSection:
     """The machine."""
 
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
-    threads: Count = setting(0, "CPU threads of the learner and generator; 0: measured when the run starts")
+    threads: Annotated[int, "0 or more", "at most 1024"] = setting(
+        0, "CPU threads of the learner and generator; 0: measured when the run starts"
+    )
     ranks: Positive = setting(
         1, "processes of this machine that share the learner's weights and work (FSDP2); 1: this process alone"
     )
@@ -280,7 +288,7 @@ class MachineSection:
         "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,environments=4,cpus=1,gpus=0,placement=pack|spread,"
         "restarts=100; empty: no cluster",
     )
-    seed: int = setting(0, "random seed of the whole run")
+    seed: Annotated[int, "a whole number of at most 63 bits"] = setting(0, "random seed of the whole run")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from turnwise.config.convert import Count, Positive, convert
 from turnwise.config.named_object import GIVEN_OBJECT
@@ -27,6 +27,20 @@ MODEL_OPTION = re.compile(r"^(?P<name>.+),(?P<key>\w+)=(?P<value>[^,/]*)$", re.D
 
 class SettingValue:
     """A setting with parts."""
+
+    written_as: ClassVar[tuple[type, ...]] = (str, Path)
+
+    @classmethod
+    def read(cls, setting: str, value: Any) -> Any:
+        """Text, or the parts by their names, as a config file may nest them; what the text refuses, the parts refuse."""
+        if isinstance(value, Mapping):
+            types = typing.get_type_hints(cls, include_extras=True)
+            if unknown := next((name for name in value if name not in types), None):
+                raise SettingError(f"{setting} has no part {unknown!r}; {nearest(str(unknown), types)}")
+            value = str(cls(**{name: convert(f"{setting}: {name}", part, types[name]) for name, part in value.items()}))
+        if not isinstance(value, cls.written_as):
+            raise TypeError
+        return cls.parse(str(value))  # type: ignore[attr-defined]
 
     def plain(self) -> int | str:
         """As run.json records it."""
@@ -46,6 +60,8 @@ def _options(setting: str, kind: Any, pairs: Sequence[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         if key not in declared:
             raise SettingError(f"{setting} has no option {key!r}; {nearest(key, declared)}")
+        if key in values:
+            raise SettingError(f"{setting}: {key} is given twice; write it once")
         values[key] = convert(f"{setting}: {key}", value, types[key])
     return values
 
@@ -63,6 +79,7 @@ class Staleness(SettingValue):
     """``N``, ``N,wait``, ``N,drop``, ``N,keep`` or ``0,continuous``: the steps that rollouts may run ahead of training, and what
     happens to groups that come late, or how a synchronous run samples."""
 
+    written_as = (str, int)
     limit: int = 0
     late: str = WAIT
 
@@ -202,8 +219,6 @@ class ModelName(SettingValue):
 
     @classmethod
     def parse(cls, value: Any) -> ModelName:
-        if not isinstance(value, str | Path):
-            raise TypeError
         name, options = str(value), {}  # type: str, dict[str, str]
         declared = {"routes": ("recorded", "free"), "cache": ("rows", "pages")}
         while (match := MODEL_OPTION.match(name)) and not Path(name).exists():  # a folder may have such a name

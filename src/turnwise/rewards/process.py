@@ -50,7 +50,8 @@ class ScoringProcess(Worker):
         self.settings, self.signature = settings, dict[str, Any]()
         self._prepared: set[tuple[Any, ...]] = set()
 
-    def load(self) -> None:
+    def load(self, loaded_before: bool = False) -> None:
+        """Load the function. ``loaded_before``: another process of the run has, so that it can be loaded is known."""
         if self.signature:
             return
         s = self.settings
@@ -58,6 +59,8 @@ class ScoringProcess(Worker):
         try:
             reply = self.request({name: getattr(s, name) for name in names}, START_SECONDS)
         except CallFailed as fault:
+            if fault.lost and loaded_before:
+                raise  # what ended this process says nothing about the function: it costs one answer, not the run
             raise SettingError(f"{s.what} could not be loaded: {fault}") from None
         if "refused" in reply:
             self.kill("could not load its function")
@@ -97,6 +100,7 @@ class ScoringPool:
     def __init__(self, settings: ProcessSettings, size: int = 0) -> None:
         self.settings = settings
         self.processes: SharedWorkers[ScoringProcess] = SharedWorkers(lambda: ScoringProcess(settings))
+        self._loaded = False
         self._free = threading.Semaphore(size or max(1, min(4, os.cpu_count() or 1)))
 
     @property
@@ -123,7 +127,8 @@ class ScoringPool:
         with self._free:
             process = self.processes.take()
             try:
-                process.load()
+                process.load(self._loaded)
+                self._loaded = True
                 return use(process)
             finally:
                 self.processes.leave(process)
