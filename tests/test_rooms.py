@@ -67,8 +67,8 @@ LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a toke
 # a number: which mechanism of it exists already? `make shape` prints what there is.
 LINES = {  # at most so many in each room
     "engines": 14_620, "recipes": 8_700, "training": 8_160, "environments": 6_760, "rollout": 5_950, "inspector": 5_230,
-    "store": 2_100, "tools": 2_060, "observe": 1_960, "data": 1_940, "algebra": 1_860, "core": 1_800,
-    "serve": 1_720, "cli": 1_670, "bench": 1_480, "integrations": 1_460, "rewards": 1_340, "tasks": 1_270,
+    "store": 2_100, "tools": 2_280, "observe": 1_960, "data": 1_940, "algebra": 1_860, "core": 1_800,
+    "serve": 1_720, "cli": 1_670, "bench": 1_480, "integrations": 1_460, "rewards": 1_450, "tasks": 1_270,
     "config": 1_200, "credit": 880, "models": 740, "checks": 610, "maths": 520, "workers": 400,
     "evaluation": 330, "errors": 110, "__init__": 50, "__main__": 10,
 }  # fmt: skip

@@ -123,8 +123,8 @@ def test_forms_that_are_read(reply):
         ('{"reason": "r", "score": true}', "no number"),
         ('{"reason": "r", "score": 1.5}', "from 0 to 1"),
         ('{"reason": "r", "score": -0.1}', "from 0 to 1"),
-        ('{"reason": "r", "score": NaN}', "from 0 to 1"),
-        ('{"reason": "r", "score": Infinity}', "from 0 to 1"),
+        ('{"reason": "r", "score": NaN}', "not JSON"),
+        ('{"reason": "r", "score": Infinity}', "not JSON"),
     ],
 )
 def test_replies_that_are_no_verdict(reply, says):

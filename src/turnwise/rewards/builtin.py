@@ -7,11 +7,9 @@ apply".
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import re
-import secrets
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ FENCED = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"[-+]?[0-9]{1,40}(\.[0-9]{1,40})?")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 MAX_TEXT = 100_000  # characters of an answer that are read
+SET_APART = {"<super>": "^", "<sub>": "_", "<fraction>": " ", "<circle>": " "}
 SURROUNDING = " \t\r\n.。!,;:\"'`*$"
 
 
@@ -45,7 +44,12 @@ def exact(
     said = completion[-MAX_TEXT:] if whole else final_answer(completion)
     references = answer if isinstance(answer, list | tuple) else [answer]
     texts = [str(r) if whole else final_answer(str(r)) for r in references]
-    equal = normalise(said, ignore_case) in {normalise(text, ignore_case) for text in texts}
+    # marks alone come to nothing: then only the same marks are equal, and silence is no answer to "*"
+    equal = any(
+        normalise(said, ignore_case) == normalise(text, ignore_case)
+        and (bool(normalise(text)) or said.strip() == text.strip())
+        for text in texts
+    )
     return {"score": float(equal), "success": equal}
 
 
@@ -86,6 +90,9 @@ def last_box(text: str) -> str | None:
 
 def normalise(text: str, ignore_case: bool = True) -> str:
     """Text for comparison: one form of each character, single spaces, no surrounding marks, numbers in one form."""
+    for character in set(text) if not text.isascii() else ():  # 5² is not 52, nor 2½ the number 21⁄2
+        if (mark := SET_APART.get(unicodedata.decomposition(character).split(" ")[0])) is not None:
+            text = text.replace(character, mark + character)
     text = " ".join(unicodedata.normalize("NFKC", text).strip(SURROUNDING).split())
     number = THOUSANDS.sub("", text)
     if NUMBER.fullmatch(number):
@@ -109,8 +116,8 @@ def majority(completions: list[Any], *, pattern: str = "", ignore_case: bool = T
             votes.append(normalise(final_answer(text), ignore_case) or None)
             continue
         matches = list(re.finditer(pattern, text[-MAX_TEXT:], re.DOTALL))
-        answer = matches[-1][1 if matches[-1].re.groups else 0] or "" if matches else None
-        votes.append(None if answer is None else normalise(answer, ignore_case))
+        answer = matches[-1][1 if matches[-1].re.groups else 0] or "" if matches else ""
+        votes.append(normalise(answer, ignore_case) or None)
     label = majority_vote(votes)
     return [float(vote is not None and vote == label) for vote in votes]
 
@@ -151,10 +158,23 @@ def json_schema(completion: str, schema: Any = None, *, file: str = "") -> float
     if validator is None:
         return None
     try:
-        value = json.loads(last_block(completion))
+        return float(validator.is_valid(strict_json(last_block(completion))))
     except (ValueError, RecursionError):
         return 0.0
-    return float(validator.is_valid(value))
+
+
+def strict_json(text: str) -> Any:
+    """A JSON value that every reader understands alike: raises ``ValueError`` for a key that occurs twice, NaN and Infinity."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return dict(pairs)
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
 def check_json_schema(file: str = "") -> None:
@@ -197,17 +217,51 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
     return {"score": float(equal), "success": equal}
 
 
+# The library takes the last number that it can read and passes over these: a text that has them says something else.
+PASSED_OVER = re.compile(r"\\not\b|\\neq?\b|≠|\bnot\b|\.\.|(?<=[0-9])_|(?<=[0-9])\s*\|\s*(?=[0-9])")
+UNIT = re.compile(r"[0-9][\s\\,~}]*(?:\\(?:text|mathrm|mbox|textrm)\s*\{)?[\s\\,]*([A-Za-z]+)[\s.}]*$")
+UNITS = {  # words of one unit; the library drops them all
+    word: words[0]
+    for words in map(str.split, (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "mg milligram",
+        "g gram", "kg kilogram", "ml milliliter millilitre", "l liter litre", "s sec second", "min minute", "h hr hour", "day",
+        "week", "month", "year", "cent", "dollar", "inch", "ft foot feet", "mile",
+    ))
+    for word in words
+}  # fmt: skip
+LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+
+
 def _same_maths(reference: str, answer: str) -> bool:
+    if len(PASSED_OVER.findall(answer)) != len(PASSED_OVER.findall(reference)):
+        return False
+    units = {_unit(text) for text in (reference, answer)} - {None}
+    sides, wanted = answer.split("="), reference.split("=")
+    if len(units) > 1 or (len(wanted) > 1 and len(sides) == 1 and len(LETTER.findall(wanted[0])) > 1):
+        return False  # other units, or a number for an equation
+    # of 8 = 7 the library reads the 7: each side that is a number must be the answer
+    numbers = (
+        [side for side in sides if side.strip() and not LETTER.search(side)] if len(wanted) == 1 < len(sides) else []
+    )
+    return _verified(reference, answer) and all(_verified(reference, side) for side in numbers[:8])
+
+
+def _unit(text: str) -> str | None:
+    word = match[1].lower() if (match := UNIT.search(text[-200:])) else ""
+    return UNITS.get(word) or UNITS.get(word.removesuffix("s"))
+
+
+def _verified(reference: str, answer: str) -> bool:
     library = _needed("math", "math-verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours are on
     parsed = []
-    for text in (reference.strip(), answer.strip()):
-        # in the form that it reads best; a long text as it is: it finds the last expression
-        short = len(text) <= 200 and not any(mark in text for mark in ("$", "\\boxed", "\n"))
-        parsed.append(library.parse(f"${text}$" if short else text, parsing_timeout=None))
     try:
+        for text in (reference.strip(), answer.strip()):
+            # in the form that it reads best; a long text as it is: it finds the last expression
+            short = len(text) <= 200 and not any(mark in text for mark in ("$", "\\boxed", "\n"))
+            parsed.append(library.parse(f"${text}$" if short else text, parsing_timeout=None))
         return bool(parsed[0]) and bool(library.verify(*parsed, timeout_seconds=None))
-    except Exception:  # an expression that SymPy cannot compare
+    except Exception:  # an expression that cannot be read, or that SymPy cannot compare
         return False
 
 
@@ -225,49 +279,8 @@ def code(completion: str, tests: Any, *, seconds: float = 4.0, partial: bool = F
     """
     if tests is None:
         return None
+    from turnwise.rewards.programs import run_tests  # late: every run parses rewards, few run code
+
     passed, total = run_tests(last_block(completion), tests, seconds)
     right = total > 0 and passed == total
     return {"score": passed / max(1, total) if partial else float(right), "success": right, "tests_passed": passed}
-
-
-MAX_TESTS = 64
-READ_AND_PRINT = """
-import io, sys
-sys.stdin = io.StringIO({text!r})
-_out = sys.stdout = io.StringIO()
-try:
-    exec(compile({program!r}, "program", "exec"), {{"__name__": "__main__"}})
-except SystemExit:
-    pass
-sys.stdout = sys.__stdout__
-"""
-
-
-def run_tests(program: str, tests: Any, seconds: float) -> tuple[int, int]:
-    """How many tests the program passes in the sandbox, and how many there are."""
-    from turnwise.tools import SandboxLimits, python_tool  # late: every run parses rewards, few run code
-
-    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):  # many data sets store a list or an object as text
-            tests = json.loads(tests)
-    # (program, what is run behind it, whether its output says that the test passed)
-    cases: list[tuple[str, str, str]]
-    if isinstance(tests, dict):
-        pairs = list(zip(tests.get("inputs", ()), tests.get("outputs", ())))
-        cases = [
-            # spaces and ends of lines do not count
-            (READ_AND_PRINT.format(text=str(i), program=program), f"_out.getvalue().split() == {str(o).split()!r}", "")
-            for i, o in pairs[:MAX_TESTS]
-        ]
-    else:
-        texts = [tests] if isinstance(tests, str) else [str(test) for test in tests][:MAX_TESTS]
-        # a test passes only if it runs to its end and prints a word that the program cannot know before
-        words = [secrets.token_hex(8) for _ in texts]
-        cases = [(program, f"{test}\nprint({word!r})", word) for test, word in zip(texts, words)]
-    passed = 0
-    for first, then, word in cases:
-        with python_tool(SandboxLimits(wall_seconds=seconds)).open() as session:
-            result = session.run(then) if session.run(first).ok else None
-            said = "" if result is None or not result.ok else result.output
-            passed += word in said if word else said.strip() == "True"
-    return passed, len(cases)

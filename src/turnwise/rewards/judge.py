@@ -24,13 +24,14 @@ from typing import Any
 
 from turnwise.core.records import Message
 from turnwise.errors import StoreError
+from turnwise.rewards.builtin import strict_json
 
 DEFAULT_RUBRIC = (
     "Did the agent do what it was asked to do? 1 means fully and correctly, 0 means not at all. "
     "Judge the result first, then the way to it: unneeded steps, wrong calls of tools and made-up facts lower the score."
 )
 MAX_REASON = 1000  # characters of a reason that are kept
-_THINKING = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
+_THINKING = re.compile(r"\A\s*<(think|thinking)>.*?</\1>", re.DOTALL)
 _FENCED_JSON = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 
 Transcript = Sequence[Message]
@@ -181,7 +182,7 @@ def _json_of(reply: str) -> Any:
     text = _THINKING.sub("", reply).strip()
     fenced = _FENCED_JSON.fullmatch(text)
     try:
-        return json.loads(fenced[1] if fenced else text)
+        return strict_json(fenced[1] if fenced else text)
     except (ValueError, RecursionError):
         shown = " ".join(text.split())[:80]
         raise VerdictError(f"the reply is not JSON: {shown!r}") from None

@@ -39,7 +39,7 @@ from turnwise.tools.guest.scratch import remove_tree
 from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation, SandboxLimits, interpreters, mechanisms
 
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
-MODULES = ("landlock", "seccomp", "confine", "scratch", "repl", "zygote")
+MODULES = ("landlock", "seccomp", "confine", "scratch", "repl", "exam", "zygote")
 BOOT = """
 import json, socket, sys, types
 control = socket.socket(fileno=0)
