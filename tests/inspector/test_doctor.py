@@ -11,7 +11,7 @@ import pytest
 
 from turnwise.errors import SettingError, StoreError
 from turnwise.inspector.doctor import diagnose
-from turnwise.observe.rules import NOTE, RULES
+from turnwise.observe.rules import NOTE, OVERRULED, REFUSED, RULES
 
 PATH = Path(__file__).parents[2] / "experiments" / "doctor_faults.py"
 spec = importlib.util.spec_from_file_location("doctor_faults", PATH)
@@ -31,6 +31,8 @@ EXTRA = {  # rules that no planted fault of the experiment names first
     "only pushed down": faults.metric("gradient_share/positive_advantage", 0.01),
     "learner takes the time": faults.every(seconds__learn=1.9, seconds=2.0),
     "publishing takes the time": faults.every(seconds__publish=1.5, seconds=2.0),
+    "refused calls": faults.metric(f"{REFUSED}context_overflow", 0.5),
+    "overruled fields": faults.metric(f"{OVERRULED}temperature", 1.0),
     "not finished": faults.fields(finished=False),
     "no measurable learning": faults.STUCK,
 }
