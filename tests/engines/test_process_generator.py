@@ -71,8 +71,11 @@ def own():
 
 @pytest.mark.parametrize(
     "sampling",
-    [SAMPLING, Sampling(temperature=0.7, top_k=9, top_p=0.9, max_tokens=10), Sampling(max_tokens=9, stop=("ab", "c"))],
-    ids=["whole", "cut", "stop strings"],
+    [
+        pytest.param(SAMPLING, id="whole"),
+        pytest.param(Sampling(temperature=0.7, top_k=9, top_p=0.9, max_tokens=10), id="cut", marks=pytest.mark.thorough),
+        pytest.param(Sampling(max_tokens=9, stop=("ab", "c")), id="stop strings", marks=pytest.mark.thorough),
+    ],
 )
 def test_tokens_and_floats_equal_those_of_this_process_bit_for_bit(sampling):
     model, asked = make(seed=3), prompts(7)

@@ -59,7 +59,10 @@ def counts_and_metrics(run):
     return counts, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("staleness", ["2,wait", "1,drop", "1,keep"])
+LATE = [pytest.param(value, marks=pytest.mark.thorough) for value in ("1,drop", "1,keep")]
+
+
+@pytest.mark.parametrize("staleness", ["2,wait", *LATE])
 def test_every_group_is_trained_on_or_dropped_with_a_reason(staleness, tmp_path):
     api.train(**{**SMALL, "env": SlowTasks, "staleness": staleness}, out=str(tmp_path), name="x")
     counts, rows = counts_and_metrics(tmp_path / "x")
