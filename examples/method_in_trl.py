@@ -2,7 +2,7 @@
 
 TRL keeps data, generation, rewards, checkpoints and logging; Turnwise supplies credit and loss. The model is a random Llama of
 32 hidden units, and the reward is the share of token ids that are divisible by 5, so that nothing has to be downloaded.
-Without TRL (`pip install 'turnwise[trl]'`) the program prints a message and stops.
+Without TRL (`pip install 'turnwise-rl[trl]'`) the program prints a message and stops.
 
     python examples/method_in_trl.py            about 30 seconds on two cores
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 
-MISSING = "TRL is not installed: pip install 'turnwise[trl]'"
+MISSING = "TRL is not installed: pip install 'turnwise-rl[trl]'"
 
 
 def main(steps: int = 24, method: str = "sapo") -> list[dict] | None:

@@ -195,7 +195,7 @@ def module_exists(name: str) -> bool:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'turnwise[docs]'")
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="pip install 'turnwise-rl[docs]'")
 def test_the_site_builds_and_fetches_nothing(tmp_path):
     """Strict: a broken link, anchor or reference fails. No page loads anything from another host."""
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]

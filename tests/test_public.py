@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import turnwise
+from trials import stub
 
 
 @pytest.mark.parametrize("name", turnwise.__all__)
@@ -21,3 +22,8 @@ def test_a_wrong_name_is_an_attribute_error():
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, turnwise; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_editors_see_every_public_name_and_setting():
+    assert set(turnwise._PUBLIC) <= set(dir(turnwise))
+    assert stub.FILE.read_text(encoding="utf-8") == stub.stub(), "write it anew: python -m trials.stub --write"

@@ -1,6 +1,6 @@
 """A loop around the stock client of the anthropic package, over HTTP.
 
-pip install 'turnwise[agents]'
+pip install 'turnwise-rl[agents]'
 turnwise train --env calculator --agent examples/agents/anthropic_client.py:solve
 """
 

@@ -1,6 +1,6 @@
 """A LangGraph agent, trained as it is: a graph of a model node and a tool node, with LangChain's stock OpenAI chat model.
 
-pip install 'turnwise[agents]' langgraph langchain-openai
+pip install 'turnwise-rl[agents]' langgraph langchain-openai
 turnwise train --env calculator --agent examples/agents/langgraph_react.py:solve
 """
 

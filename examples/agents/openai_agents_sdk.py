@@ -1,7 +1,7 @@
 """An agent of the OpenAI Agents SDK, trained as it is: the SDK runs the loop and the tool, the policy answers by the Responses
 protocol.
 
-    pip install 'turnwise[agents]' openai-agents
+    pip install 'turnwise-rl[agents]' openai-agents
     turnwise train --env calculator --agent examples/agents/openai_agents_sdk.py:solve
 """
 

@@ -1,6 +1,6 @@
 """A loop around the stock client of the openai package, over HTTP.
 
-pip install 'turnwise[agents]'
+pip install 'turnwise-rl[agents]'
 turnwise train --env calculator --agent examples/agents/openai_client.py:solve
 """
 

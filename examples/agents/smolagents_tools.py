@@ -1,7 +1,7 @@
 """An agent of smolagents, trained as it is. Its loop is not ``async``, so it runs in a thread of its own. It writes its history
 in its own words ("Calling tools: ..."), so every call begins a new sequence; the certificate of the run says so.
 
-    pip install 'turnwise[agents]' 'smolagents[openai]'
+    pip install 'turnwise-rl[agents]' 'smolagents[openai]'
     turnwise train --env calculator --agent examples/agents/smolagents_tools.py:solve --context 600
 """
 

@@ -44,3 +44,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that nobody has used yet."""
+    return sorted({*globals(), *_PUBLIC})

@@ -95,6 +95,27 @@ def test_list_as_json_names_every_method(capsys):
     assert [row["method"] for row in json.loads(capsys.readouterr().out)] == list(recipes.METHODS)
 
 
+def test_list_has_one_line_a_method_and_filters(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("  ")]) == len(recipes.METHODS) and max(map(len, lines)) <= 120
+    assert main(["list", "clip", "--family", "critic_free", "--needs", "reference", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows and {row["family"] for row in rows} == {"critic_free"}
+    assert all("reference" in row["needs"] and "clip" in str(row).lower() for row in rows)
+    assert main(["list", "--family", "critic_fre"]) == 2 and "did you mean 'critic_free'" in capsys.readouterr().err
+
+
+def test_a_setting_may_have_the_name_it_has_in_trl(capsys, tmp_path):
+    words = ["config", "grpo", "--learning-rate=0.5", "--num-generations", "6", "--json"]
+    assert main(words) == 0
+    settings = json.loads(capsys.readouterr().out)
+    assert (settings["lr"], settings["group_size"]) == (0.5, 6)
+    (tmp_path / "run.yaml").write_text("max_steps: 7\n")
+    assert main(["config", "--config", str(tmp_path / "run.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 7
+
+
 def test_diff(capsys):
     assert main(["diff", "grpo", "gspo", "--json"]) == 0
     assert {row["slot"] for row in json.loads(capsys.readouterr().out)} == {"ratio", "gate", "penalties"}
@@ -253,7 +274,7 @@ def test_version(capsys):
         ("export guess rows.jsonl --tasks 0", "tasks is 0"),
         ("export their_environments:Good rows.jsonl", "no oracle and demonstrator"),
         ("check-env calculater", "did you mean 'calculator'"),
-        ("list extra", "unexpected 'extra'"),
+        ("environments extra", "unexpected 'extra'"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(argv, words, here, capsys):

@@ -69,7 +69,7 @@ REFUSED = {  # command, and a part of what it must say
     "train grpo --cluster local,generator=2": "generators",
     "train grpo --cluster local,generators=0": "at least 1",
     "train grpo --cluster local,placement=heap": "placement is 'heap'",
-    "train grpo --cluster local": "pip install 'turnwise[ray,serve]'",
+    "train grpo --cluster local": "pip install 'turnwise-rl[ray]'",
     "train grpo --trackers nonsense": "no tracker",
     "train grpo --template nowhere.jinja": "no chat template",
     "train grpo --tool-syntax nonsense": "nonsense",

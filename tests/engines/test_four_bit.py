@@ -20,7 +20,7 @@ from turnwise.engines.learner import lora
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.errors import SettingError
 
-pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
+pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise-rl[quantized]'")
 pytest.importorskip("peft", reason="adapters need PEFT")
 
 # The 16 numbers of NormalFloat4, from the appendix of its paper.

@@ -23,7 +23,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.kernels import four_bit
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 
-pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
+pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise-rl[quantized]'")
 pytest.importorskip("peft", reason="adapters need PEFT")
 
 FOUR_BIT = LearnerSettings(dtype="nf4", lora_rank=4, lr=1e-2)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from turnwise.engines.kernels.four_bit import FourBitMatrix, packed_layers
 from turnwise.engines.sharded.rank_pool import RankPool
 
-pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
+pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise-rl[quantized]'")
 pytest.importorskip("peft", reason="adapters need PEFT")
 
 FOUR_BIT = {"dtype": "nf4", "lora_rank": 2}

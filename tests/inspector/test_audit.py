@@ -110,7 +110,7 @@ def test_a_baseline_with_a_dropped_sibling_is_named():
 def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "trl", None)
     assert main(["audit", "trl"]) == 2
-    assert "pip install 'turnwise[trl]'" in capsys.readouterr().err
+    assert "pip install 'turnwise-rl[trl]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_without_verl_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(compat, "verl_algorithms", absent)
     assert main(["audit", "verl"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "No module named 'verl'" in said and "pip install 'turnwise[verl]'" in said
+    assert said.count("\n") == 1 and "No module named 'verl'" in said and "pip install 'turnwise-rl[verl]'" in said
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 

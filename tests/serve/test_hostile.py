@@ -13,7 +13,6 @@ from turnwise.core.records import Status
 from turnwise.rollout.agent_episode import AgentOutcome
 from turnwise.serve.sessions import Sessions
 
-pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from turnwise.serve.app import MAX_BODY, make_app

@@ -25,7 +25,6 @@ from turnwise.serve.sessions import Sessions
 from turnwise.training import api
 from turnwise.training.serve import serve_run
 
-pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from turnwise.serve.app import make_app

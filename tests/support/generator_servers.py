@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support.generators import make

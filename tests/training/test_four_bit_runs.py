@@ -27,7 +27,7 @@ LLAMA_8B = ModelShape(8_030_000_000, 32, 4096, 14336, 2 * 1024, 2 * 128_256 * 40
 
 @pytest.mark.slow
 def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
-    pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
+    pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise-rl[quantized]'")
     summary = api.train(**SMALL, out=str(tmp_path), name="whole")
     api.train(**{**SMALL, "steps": 2}, out=str(tmp_path), name="half")
     api.resume(tmp_path / "half", steps=3, quiet=True)
@@ -41,7 +41,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_ranks_is_continued_by_one_process(tmp_path):
-    pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise[quantized]'")
+    pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes: pip install 'turnwise-rl[quantized]'")
     summary = api.train(**{**SMALL, "steps": 2, "ranks": 2}, out=str(tmp_path), name="run")
     assert "FSDP2 over 2 ranks" in summary["engines"]["learner"]
     assert "frozen weights in 4 bits" in summary["engines"]["learner"]

@@ -123,7 +123,8 @@ def test_a_model_object_is_kept_in_the_run_and_stays_as_it_is(tmp_path):
         ({"recipe": robust, "method": "grpo"}, "leave one of them out"),
         ({"config": "nowhere.yaml"}, "there is no config file"),
         ({"stepz": 3}, "did you mean 'steps'"),
-        ({"learning_rate": 3}, "it is called lr here"),
+        ({"batch_size": 3}, "it is called groups here"),
+        ({"learning_rate": 3, "lr": 2}, "learning_rate and lr are the same setting"),
     ],
 )
 def test_what_is_neither_name_nor_object_is_refused(given, words, tmp_path):

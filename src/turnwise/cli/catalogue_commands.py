@@ -31,6 +31,15 @@ def list_environments(argv: Sequence[str]) -> int:
 
 def list_methods(argv: Sequence[str]) -> int:
     parser = Parser("list", "All methods, or pieces of experience.")
+    parser.add("words", nargs="*", metavar="WORD", help="only methods with each of these words in name, idea or paper")
+    parser.add("--family", default="", help="only methods of this family")
+    parser.add(
+        "--needs",
+        default="",
+        metavar="WHAT",
+        help="only methods that need this: reference, old_value, forks ...; none: nothing",
+    )
+    parser.add("--long", action="store_true", help="paper, kind, changes against grpo, needs and certainty of each too")
     parser.add(
         "--experience", action="store_true", help="list samplers, budgets, strategies, guidance and replay instead"
     )
@@ -43,7 +52,23 @@ def list_methods(argv: Sequence[str]) -> int:
         print_json(rows) if namespace.json else display.show_experience(rows)
         return 0
     rows = catalogue.method_rows()
-    print_json(rows) if namespace.json else display.show_methods(rows)
+    families = dict.fromkeys(row["family"] for row in rows)
+    needs = dict.fromkeys(need for row in rows for need in row["needs"].split(", ") if need != "–")
+    if namespace.family and namespace.family not in families:
+        raise SettingError(f"no family {namespace.family!r}; {nearest(namespace.family, families)}")
+    if namespace.needs and namespace.needs not in (*needs, "none"):
+        raise SettingError(f"no method needs {namespace.needs!r}; {nearest(namespace.needs, needs)}")
+    wanted = "–" if namespace.needs == "none" else namespace.needs
+    rows = [
+        row
+        for row in rows
+        if namespace.family in ("", row["family"])
+        and (not wanted or wanted in row["needs"].split(", "))
+        and all(word.lower() in f"{row['method']} {row['idea']} {row['paper']}".lower() for word in namespace.words)
+    ]
+    if not rows:
+        raise SettingError("no method has all of these; write fewer words, or leave --family or --needs out")
+    print_json(rows) if namespace.json else display.show_methods(rows, namespace.long)
     return 0
 
 

@@ -140,14 +140,18 @@ def show_evaluations(evaluations: Sequence[Mapping[str, Any]]) -> None:
             console().print(printable(f"{evaluation['who']}: {evaluation['note']}"), markup=False)
 
 
-def show_methods(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The methods by family: two lines each, as wide as the terminal."""
+def show_methods(rows: Sequence[Mapping[str, Any]], long: bool = False) -> None:
+    """The methods by family: one line each, as wide as the terminal; all facts if ``long``."""
     out = console()
     family = ""
     for row in rows:
         if row["family"] != family:
             family = row["family"]
             out.print(f"\n{family}: {row['about']}", style="bold", highlight=False)
+        if not long:
+            line = f"  {row['method']:<20}  {row['idea']}"
+            out.print(line if len(line) <= out.width else f"{line[: out.width - 2]} …", markup=False)
+            continue
         indent = " " * 24
         name = f"  {row['method']:<22}"
         out.print(textwrap.fill(row["idea"], out.width, initial_indent=name, subsequent_indent=indent), highlight=False)
@@ -155,7 +159,9 @@ def show_methods(rows: Sequence[Mapping[str, Any]]) -> None:
         facts += f" · confident of {row['sure of']}"
         lines = textwrap.fill(facts, out.width, initial_indent=indent, subsequent_indent=indent)
         out.print(lines, style="dim", highlight=False, markup=False)
-    out.print(f"\n{len(rows)} methods; `turnwise explain NAME` describes one, `turnwise diff A B` compares two")
+    out.print(
+        f"\n{len(rows)} methods, all facts with --long; `turnwise explain NAME` describes one, `turnwise diff A B` compares two"
+    )
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from turnwise.config.convert import convert
 from turnwise.config.files import ConfigFile, merge_config, read_config
-from turnwise.config.settings import OTHER_NAMES, SECTIONS, Settings, default_of, setting_type, split_method
+from turnwise.config.settings import (
+    OTHER_NAMES,
+    SAME_SETTING,
+    SECTIONS,
+    Settings,
+    default_of,
+    setting_type,
+    split_method,
+)
 from turnwise.errors import SettingError, nearest
 from turnwise.recipes import signatures
 
@@ -76,6 +84,17 @@ class Parser(argparse.ArgumentParser):
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _our_flag(word: str) -> str:
+    """A flag by its name here, where it has TRL's; the other words as they are.
+
+    >>> _our_flag("--learning-rate=1e-5")
+    '--lr=1e-5'
+    """
+    name, equals, value = word.partition("=")
+    ours = SAME_SETTING.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+    return f"{flag(ours)}{equals}{value}" if ours else word
 
 
 def with_flags(message: str) -> str:
@@ -188,6 +207,7 @@ def read_run_flags(
     json: str = "print what comes out as JSON",
 ) -> RunFlags:
     """Parse ``turnwise COMMAND [METHOD] [--config FILE] [flags]``. ``add`` defines the command's own flags."""
+    argv = [_our_flag(word) for word in argv]
     everything = "all" in (value_of(argv, "--help"), value_of(argv, "-h"))
     if everything:
         argv = [word for word in argv if word != "all"]

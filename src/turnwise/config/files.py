@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.config.convert import convert
-from turnwise.config.settings import Settings, setting_type, split_method
+from turnwise.config.settings import Settings, setting_type, split_method, with_our_names
 from turnwise.errors import SettingError
 
 SUFFIXES = (".yaml", ".yml", ".toml")
@@ -78,13 +78,15 @@ def read_config(path: str | Path) -> ConfigFile:
         raise SettingError(f"{path} cannot be read: {fault}") from fault
     entries = _toml(text, path) if path.suffix == ".toml" else _yaml(text, path)
     values: dict[str, Any] = {}
-    for name, entry in entries.items():
+    for name, entry in with_our_names(entries).items():
         place = f"{path} line {entry.line}" if entry.line else str(path)
         try:
             values[name] = entry.read(name, setting_type(name))
         except SettingError as wrong:
             raise SettingError(f"{place}: {wrong}") from None
-    return ConfigFile(str(path), values, {name: entry.line for name, entry in entries.items() if entry.line})
+    return ConfigFile(
+        str(path), values, {name: entry.line for name, entry in with_our_names(entries).items() if entry.line}
+    )
 
 
 @dataclass(frozen=True)

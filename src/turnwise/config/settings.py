@@ -18,14 +18,16 @@ from turnwise.config.convert import Count, Positive, Rate, Seconds, Temperature,
 from turnwise.config.values import Cluster, ModelName, Opponents, SettingValue, Staleness
 from turnwise.errors import SettingError, nearest
 
-OTHER_NAMES = {  # names of older releases and of other trainers, for the hint of an error message
-    "positions": "micro_batch_tokens", "probe_tolerance": "mismatch_tolerance", "learning_rate": "lr",
-    "max_steps": "steps", "num_generations": "group_size", "batch_size": "groups", "train_batch_size": "groups",
-    "max_new_tokens": "max_tokens", "max_completion_length": "max_tokens", "max_length": "context",
-    "max_grad_norm": "clip_norm", "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "output_dir": "out",
-    "num_iterations": "epochs", "save_steps": "checkpoint_every", "eval_steps": "eval_every", "report_to": "trackers",
-    "gradient_checkpointing": "recompute", "environment": "env", "n_gpus": "ranks", "rank": "lora_rank",
-    "nproc_per_node": "ranks", "world_size": "ranks", "tasks": "data",
+SAME_SETTING = {  # TRL's names of settings that mean the same there with the same values: accepted everywhere
+    "learning_rate": "lr", "max_steps": "steps", "num_generations": "group_size", "max_grad_norm": "clip_norm",
+    "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "num_iterations": "epochs", "save_steps": "checkpoint_every",
+    "eval_steps": "eval_every", "report_to": "trackers", "output_dir": "out", "gradient_checkpointing": "recompute",
+}  # fmt: skip
+OTHER_NAMES = {  # names of older releases and of other trainers that mean nearly the same: for the hint of an error message
+    "positions": "micro_batch_tokens", "probe_tolerance": "mismatch_tolerance", "batch_size": "groups",
+    "train_batch_size": "groups", "max_new_tokens": "max_tokens", "max_completion_length": "max_tokens",
+    "max_length": "context", "environment": "env", "n_gpus": "ranks", "rank": "lora_rank", "nproc_per_node": "ranks",
+    "world_size": "ranks", "tasks": "data",
 }  # fmt: skip
 
 
@@ -369,6 +371,13 @@ def split_method(name: str) -> tuple[str, str]:
     """Method and credit of ``sapo+hgpo``; the credit is empty where none is named."""
     method, _, credit = name.partition("+")
     return method, credit
+
+
+def with_our_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by the names of this project, where some have TRL's."""
+    if twice := [name for name in values if SAME_SETTING.get(name) in values]:
+        raise SettingError(f"{twice[0]} and {SAME_SETTING[twice[0]]} are the same setting; give one of them")
+    return {SAME_SETTING.get(name, name): value for name, value in values.items()}
 
 
 def setting_type(name: str, offered: Iterable[str] = ()) -> Any:

@@ -174,7 +174,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise SettingError(
-            f"{path} is Parquet, which needs the package pyarrow; pip install 'turnwise[data]', or write JSON Lines"
+            f"{path} is Parquet, which needs the package pyarrow; pip install 'turnwise-rl[data]', or write JSON Lines"
         ) from None
     try:
         values = parquet.read_table(path).to_pylist()

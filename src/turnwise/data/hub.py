@@ -40,7 +40,7 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
         import datasets
     except ImportError:
         raise SettingError(
-            f"{name} is a data set, which needs the package datasets; pip install 'turnwise[data]', or write JSON Lines"
+            f"{name} is a data set, which needs the package datasets; pip install 'turnwise-rl[data]', or write JSON Lines"
         ) from None
     datasets.disable_progress_bars()
     try:

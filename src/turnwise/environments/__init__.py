@@ -155,10 +155,10 @@ OPTIONAL = {  # an optional method, and what it makes possible
 PACKAGES = {  # the module that must be importable, and the words after `pip install`
     "demonstrated": ("", ""),
     "prompts": ("", ""),
-    "reasoning_gym": ("reasoning_gym", "'turnwise[reasoning]'"),
-    "open_spiel": ("pyspiel", "'turnwise[open-spiel]'"),
+    "reasoning_gym": ("reasoning_gym", "'turnwise-rl[reasoning]'"),
+    "open_spiel": ("pyspiel", "'turnwise-rl[open-spiel]'"),
     "bfcl": ("bfcl_eval", "--no-deps bfcl-eval"),
-    "openenv": ("websockets", "'turnwise[openenv]'"),
+    "openenv": ("websockets", "'turnwise-rl[openenv]'"),
 }
 
 
@@ -180,7 +180,7 @@ def environment_rows() -> list[dict[str, Any]]:
         }
         rows.append(row)
     for name, module in FAMILIES.items():  # neither the module nor its package is imported
-        package, install = PACKAGES.get(name, (name, f"'turnwise[{name}]'"))
+        package, install = PACKAGES.get(name, (name, f"'turnwise-rl[{name}]'"))
         about, doc = _about(module)
         example = re.search(r'load\("([^"]+)"\)', doc)
         row = {

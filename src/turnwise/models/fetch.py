@@ -130,7 +130,7 @@ def fetch(name: str, to: str = "", report: ReportProgress = print) -> Path:
         raise StoreError(f"{folder} exists, but was not fetched; move it away, or write --to another folder")
     if importlib.util.find_spec("gguf") is None:
         raise SettingError(
-            "converting this model needs the package gguf; write: pip install gguf (or 'turnwise[models]')"
+            "converting this model needs the package gguf; write: pip install gguf (or 'turnwise-rl[models]')"
         )
     for path in folder.parent.glob(f".{folder.name}.*.tmp"):  # of killed fetches; those of running ones stay
         owner = path.name.split(".")[-2]

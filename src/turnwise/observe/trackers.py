@@ -144,7 +144,7 @@ class Service:
         try:
             library = importlib.import_module(kind)
         except ImportError as error:
-            raise SettingError(f"tracking with {kind} needs it installed: pip install 'turnwise[{kind}]'") from error
+            raise SettingError(f"tracking with {kind} needs it installed: pip install 'turnwise-rl[{kind}]'") from error
         self.name, config = kind, dict(settings)
         self._log: Callable[..., object]
         self._close: Callable[[], object]

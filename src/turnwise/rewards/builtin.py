@@ -201,7 +201,9 @@ def _needed(reward: str, package: str) -> Any:
     try:
         return import_module(package.replace("-", "_"))
     except ImportError:
-        raise SettingError(f"reward {reward!r} needs the package {package}; pip install 'turnwise[rewards]'") from None
+        raise SettingError(
+            f"reward {reward!r} needs the package {package}; pip install 'turnwise-rl[rewards]'"
+        ) from None
 
 
 # ----------------------------------------------------------------------- math

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ipaddress
 import socket
 import threading
@@ -21,7 +20,6 @@ from turnwise.serve.sessions import Sessions
 STOP_SECONDS = 5.0
 KEEP_ALIVE = 120  # seconds: tools of agents take longer than the five that servers allow by default
 LOOPBACK = "127.0.0.1"
-PACKAGES = ("starlette", "uvicorn")
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,6 @@ class Endpoint:
             "TURNWISE_STEP_URL": f"{self.url}/s/{key}/step",
             "TURNWISE_REWARD_URL": f"{self.url}/s/{key}/reward",
         }
-
-
-def require_packages() -> None:
-    """Refuse, with the command to type, where the server cannot be imported."""
-    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
-    if missing:
-        raise SettingError(f"an HTTP endpoint needs the package {missing[0]}; write pip install 'turnwise[serve]'")
 
 
 def read_address(address: str) -> tuple[str, int]:
@@ -114,7 +105,6 @@ async def serve_app(listener: socket.socket, app: Any) -> None:
 @contextlib.asynccontextmanager
 async def serving(sessions: Sessions, host: str = LOOPBACK, port: int = 0, token: str = "") -> AsyncIterator[Endpoint]:
     """Serve until the context ends. Port 0 takes a free one."""
-    require_packages()
     sessions.token = token
     listener = listen_on(host, port, token)
     task = asyncio.create_task(serve_on(listener, sessions))
@@ -142,7 +132,6 @@ class EndpointHost:
         """The endpoint of ``loop``. Connections wait at its socket until the server has started."""
         with self._lock:
             if self._loop is not loop or self._endpoint is None:
-                require_packages()
                 listener = listen_on(self.host, self.port, self.token)
                 self._loop, self._endpoint = loop, Endpoint(url_of(listener), Sessions(self.token))
                 start = partial(serve_on, listener, self._endpoint.sessions)

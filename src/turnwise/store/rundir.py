@@ -24,7 +24,9 @@ FORMAT = 3
 # the release that writes and reads each format; format 1 has no number in run.json
 RELEASE_OF_FORMAT = {1: "0.1", 2: "0.2", 3: "0.3"}
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # step, and the attempt that replaced an earlier one
-PACKAGES = ("turnwise", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = {"turnwise": "turnwise-rl"} | {
+    name: name for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+}
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ def runs(root: str | Path) -> list[RunDir]:
 def installed_versions() -> dict[str, str]:
     """The versions of Python and of the main packages, recorded when a run starts."""
     out = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package, distribution in PACKAGES.items():
         try:
-            out[package] = version(package)
+            out[package] = version(distribution)
         except PackageNotFoundError:
             out[package] = "not installed"
     return out

@@ -48,7 +48,7 @@ from turnwise.rollout.lineage import (
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, next_action, scripted_policy
 from turnwise.rollout.strategies import EpisodeRunner
-from turnwise.serve.server import EndpointHost, listen_on, read_address, require_packages
+from turnwise.serve.server import EndpointHost, listen_on, read_address
 from turnwise.store.database import EpisodeFacts
 from turnwise.store.ledger import SqliteLedger
 from turnwise.workers.sockets import allow_many_files
@@ -112,7 +112,6 @@ def process_agent(command: str) -> Agent:
         raise SettingError(
             f"the agent {command!r} is a command, and there is no program {program!r}; or write module:function"
         )
-    require_packages()
     return ProcessAgent(command)
 
 
@@ -121,7 +120,6 @@ def external_agent(address: str) -> Agent:
     """The agents that live elsewhere and take episodes at ``address``."""
     from turnwise.serve.agents import ExternalAgent
 
-    require_packages()
     host, port = read_address(address)
     token = os.environ.get(TOKEN_VARIABLE, "")
     listen_on(host, 0, token).close()  # refuses an address that cannot be used, before anything is built

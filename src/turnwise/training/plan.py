@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise import environments
 from turnwise.config.files import ConfigFile, merge_config, read_config
 from turnwise.config.named_object import GIVEN_OBJECT, importable_name
-from turnwise.config.settings import Settings
+from turnwise.config.settings import Settings, with_our_names
 from turnwise.config.values import ModelName
 from turnwise.core.protocols import Generator, LedgerProtocol
 from turnwise.core.records import Group, Sampling, Task, Trajectory
@@ -750,7 +750,7 @@ class RunPlan:
         """From the arguments of ``train``: settings by name, which win over the file ``config``, and objects where a name could
         stand. A class or function that another process can import is recorded as ``module:name``, so that the run can be
         resumed from the command line; any other object by a name that says that it was one."""
-        values = dict(settings)
+        values = with_our_names(settings)
         if recipe is not None and values.get("method", OWN) != OWN:
             raise SettingError(f"recipe and method={values['method']!r} are both given; leave one of them out")
         if recipe is not None:

@@ -40,7 +40,6 @@ from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.parsers.table import check_name
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent
-from turnwise.serve.server import require_packages
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
 from turnwise.training.agents import unpaid
@@ -116,8 +115,7 @@ def cluster(plan: RunPlan) -> Iterator[str]:
     if not s.cluster:
         return
     if importlib.util.find_spec("ray") is None:
-        yield "--cluster needs the package ray; write pip install 'turnwise[ray,serve]'"
-    require_packages()
+        yield "--cluster needs the package ray; write pip install 'turnwise-rl[ray]'"
     if not s.cluster.local and not answers(s.cluster.address):
         yield f"no Ray cluster answers at {s.cluster.address}; start one there: ray start --head, or write --cluster local"
     if s.generator:
@@ -167,16 +165,16 @@ def _packages(plan: RunPlan) -> Iterator[str]:
         if tracker not in TRACKERS:
             yield f"there is no tracker {tracker!r}; {nearest(tracker, TRACKERS)}"
         if tracker in SERVICES and importlib.util.find_spec(tracker) is None:
-            yield f"tracking with {tracker} needs it installed: pip install 'turnwise[{tracker}]'"
+            yield f"tracking with {tracker} needs it installed: pip install 'turnwise-rl[{tracker}]'"
     if s.lora_rank and importlib.util.find_spec("peft") is None:
-        yield "lora_rank needs the package peft: pip install 'turnwise[peft]'; or write --lora-rank 0"
+        yield "lora_rank needs the package peft: pip install 'turnwise-rl[peft]'; or write --lora-rank 0"
     if s.dtype == FOUR_BIT and not s.lora_rank:
         yield (
             "dtype nf4 keeps frozen weights in 4 bits, and without adapters every weight is trained; write --lora-rank 16, or "
             "--dtype auto"
         )
     if s.dtype == FOUR_BIT and importlib.util.find_spec("bitsandbytes") is None:
-        yield "dtype nf4 needs bitsandbytes: pip install 'turnwise[quantized]'; or write --dtype auto"
+        yield "dtype nf4 needs bitsandbytes: pip install 'turnwise-rl[quantized]'; or write --dtype auto"
 
 
 def _models(plan: RunPlan) -> Iterator[str]:

@@ -36,7 +36,7 @@ from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.generate_api import GenerateApi
 from turnwise.serve.policy_host import HostLimits, PolicyHost
-from turnwise.serve.server import Endpoint, listen_on, read_address, require_packages, serve_app, serving, url_of
+from turnwise.serve.server import Endpoint, listen_on, read_address, serve_app, serving, url_of
 from turnwise.serve.sessions import OpenEpisode, Sessions
 from turnwise.serve.wires import error_body
 from turnwise.store.database import EpisodeFacts
@@ -65,7 +65,6 @@ def serve_model(
 ) -> dict[str, Any]:
     """Serve ``model`` (a folder, a Hub id, a run directory or ``tiny``) until interrupted; returns what happened. ``values`` are
     settings of a run."""
-    require_packages()
     host, port = read_address(address)
     listen_on(host, port, token).close()  # refuses an address that cannot be used, before the model is loaded
     settings, folder = _select(model, values)
@@ -283,7 +282,6 @@ def serve_run(
     ready: Callable[[Endpoint], None] | None = None,
 ) -> dict[str, Any]:
     """Serve the policy of ``run`` until interrupted; returns what happened. ``ready`` is called when the endpoint is up."""
-    require_packages()
     host, port = read_address(address)
     listen_on(host, 0, token).close()  # refuses an address that cannot be used, before the model is loaded
     settings, folder = select_policy(run, {})

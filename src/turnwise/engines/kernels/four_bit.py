@@ -38,7 +38,7 @@ def functional() -> Any:
         import bitsandbytes.functional
     except ImportError as fault:
         raise SettingError(
-            "dtype nf4 needs bitsandbytes: install `turnwise[quantized]`, or write --dtype auto"
+            "dtype nf4 needs bitsandbytes: install `turnwise-rl[quantized]`, or write --dtype auto"
         ) from fault
     return bitsandbytes.functional
 

@@ -35,7 +35,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as fault:
-        raise SettingError("lora_rank > 0 needs PEFT: install `turnwise[peft]`, or write lora_rank=0") from fault
+        raise SettingError("lora_rank > 0 needs PEFT: install `turnwise-rl[peft]`, or write lora_rank=0") from fault
     return peft
 
 

@@ -28,7 +28,7 @@ def import_package(module: str, family: str, install: str = "") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        command = f"pip install {install}" if " " in install else f"pip install 'turnwise[{install or family}]'"
+        command = f"pip install {install}" if " " in install else f"pip install 'turnwise-rl[{install or family}]'"
         raise SettingError(f"{family}:... needs a package ({missing}); write {command}") from missing
 
 

@@ -192,5 +192,5 @@ def pages() -> Path:
     """The folder of the package's pages; the package itself, which loads Selenium, is not imported."""
     spec = importlib.util.find_spec("miniwob")
     if spec is None or not spec.submodule_search_locations:
-        raise SettingError("miniwob:... needs the package miniwob; write pip install 'turnwise[miniwob]'")
+        raise SettingError("miniwob:... needs the package miniwob; write pip install 'turnwise-rl[miniwob]'")
     return Path(next(iter(spec.submodule_search_locations))) / "html" / "miniwob"

@@ -159,7 +159,7 @@ def _trl() -> Any:
     try:
         import trl
     except ImportError:
-        raise SettingError("TRL is not installed here; install it: pip install 'turnwise[trl]'") from None
+        raise SettingError("TRL is not installed here; install it: pip install 'turnwise-rl[trl]'") from None
     return trl
 
 

@@ -136,7 +136,7 @@ def core_algorithms() -> Any:
     except ImportError as error:
         reason = str(error).partition("(")[2].rstrip(")") or str(error)
         raise SettingError(
-            f"verl cannot be imported here ({reason}); install it: pip install 'turnwise[verl]'"
+            f"verl cannot be imported here ({reason}); install it: pip install 'turnwise-rl[verl]'"
         ) from None
 
 

@@ -102,7 +102,7 @@ def student_t(probability: float, freedom: int) -> float:
     try:
         from scipy.stats import t
     except ImportError:
-        raise SettingError("comparisons need SciPy; install it: pip install 'turnwise[inspector]'") from None
+        raise SettingError("comparisons need SciPy; install it: pip install 'turnwise-rl[inspector]'") from None
     return float(t.ppf(probability, freedom))
 
 

@@ -86,13 +86,6 @@ class InspectorApp:
     """All requests, as one class: which runs there are, who may read them, and what they get."""
 
     def __init__(self, runs: Sequence[RunReader], token: str = "") -> None:
-        try:
-            import starlette.applications  # noqa: F401
-            import uvicorn  # noqa: F401
-        except ImportError as error:
-            raise SettingError(
-                "the page needs Starlette and uvicorn; install them with: pip install 'turnwise[serve]'"
-            ) from error
         self.runs, self.token = list(runs), token or secrets.token_urlsafe(24)
 
     def application(self) -> Any:
