@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from turnwise.config.convert import convert
 from turnwise.config.files import ConfigFile, merge_config, read_config
+from turnwise.config.named_object import TRUST_RUN
 from turnwise.config.settings import (
     OTHER_NAMES,
     SAME_SETTING,
@@ -52,6 +53,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"turnwise {command}", description=about, allow_abbrev=False, **more)
         if json:
             self.add_argument("--json", action="store_true", help=json)
+
+    def add_trust(self) -> None:
+        help_ = (
+            "import the code that the run names, too: its method or environment. Read it first; no run remembers this"
+        )
+        self.add_argument(TRUST_RUN, action="store_true", help=help_)
 
     def error(self, message: str) -> NoReturn:
         name = message.removeprefix("argument ").partition(": expected one argument")[0].split("/")[-1]

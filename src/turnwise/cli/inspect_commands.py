@@ -13,6 +13,7 @@ from typing import Any
 
 from turnwise.cli.flags import Parser, RunFlags, read_run_flags
 from turnwise.cli.output import print_json, progress, show
+from turnwise.config.named_object import reading
 from turnwise.config.settings import setting_type
 from turnwise.core.text import printable
 from turnwise.errors import SettingError
@@ -23,6 +24,7 @@ VIEW_NUMBERS = ("step", "token", "update")
 VIEW_TEXTS = ("group", "trajectory", "method", "search")
 
 
+@reading()
 def doctor(argv: Sequence[str]) -> int:
     parser = Parser("doctor", "Say what is wrong with a run, the most probable cause first.")
     parser.add("run", help="a run directory; the run may still be going on")
@@ -53,6 +55,7 @@ def replay(argv: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+@reading()
 def bisect(argv: Sequence[str]) -> int:
     parser = Parser("bisect", "Find the first difference of two runs. Exact: no tolerance.")
     parser.add("left", help="a run directory")
@@ -82,7 +85,8 @@ def compare(argv: Sequence[str]) -> int:
     from turnwise.inspector.compare.live import method_variants
 
     if finished:
-        return _show_comparison(compare_runs(finished, run.namespace.alpha), run.namespace)
+        with reading():
+            return _show_comparison(compare_runs(finished, run.namespace.alpha), run.namespace)
     return _live(method_variants(words), run)
 
 
@@ -173,6 +177,7 @@ def probe_reward(argv: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+@reading()
 def status(argv: Sequence[str]) -> int:
     """``turnwise status``"""
     parser = Parser(
@@ -216,7 +221,13 @@ def view(argv: Sequence[str]) -> int:
         parser.add(f"--{name}", default="", metavar="N", help=f"{name} of the view")
     for name in VIEW_TEXTS:
         parser.add(f"--{name}", default="", metavar=name[0].upper(), help=f"{name} of the view")
+    parser.add_trust()
     namespace = parser.parse(argv)
+    with reading(namespace.method, namespace.trust_run):
+        return _view(namespace)
+
+
+def _view(namespace: argparse.Namespace) -> int:
     from turnwise.inspector.page import serving
     from turnwise.inspector.page.blocks import ViewQuery
 

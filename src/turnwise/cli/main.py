@@ -12,7 +12,6 @@ from turnwise.cli import inspect_commands as looks
 from turnwise.cli import run_commands as runs
 from turnwise.cli import serve_commands as serving
 from turnwise.cli.flags import with_flags
-from turnwise.config.named_object import import_from_current_folder
 from turnwise.core.text import printable
 from turnwise.errors import SettingError, TurnwiseError, nearest
 from turnwise.models.trust import FLAG, trust_remote_code
@@ -105,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"turnwise {__version__}")
         return 0
-    import_from_current_folder()
     try:
         if words[0] not in FUNCTIONS:
             raise SettingError(f"no command {words[0]!r}; {nearest(words[0], FUNCTIONS)}")

@@ -21,6 +21,7 @@ from turnwise.cli.flags import (
 )
 from turnwise.cli.output import print_json, progress
 from turnwise.config.files import ConfigFile, merge_config, read_config
+from turnwise.config.named_object import reading
 from turnwise.config.settings import Settings
 from turnwise.core.text import printable
 
@@ -130,6 +131,7 @@ def config(argv: Sequence[str]) -> int:
     return 0
 
 
+@reading()
 def _config_of_run(argv: Sequence[str]) -> int:
     parser = Parser("config", "Print the settings of a run as a config file.")
     parser.add("run", help="a run directory, or a method followed by flags")
@@ -180,11 +182,12 @@ def export(argv: Sequence[str]) -> int:
     parser.add("--as", dest="form", default="pairs", help="pairs (best and worst of a group) or demos (successes)")
     parser.add("--tasks", type=int, default=200, help="number of tasks that scripted policies play [200]")
     parser.add("--seed", type=int, default=0, help="seed of these tasks [0]")
-    namespace = parser.parse(argv)
+    parser.add_trust()
+    n = parser.parse(argv)
     from turnwise.cli import sharing
 
-    count = sharing.export(namespace.source, namespace.form, namespace.file, namespace.tasks, namespace.seed)
-    print(f"{count} {namespace.form} written to {namespace.file}")
+    count = sharing.export(n.source, n.form, n.file, n.tasks, n.seed, n.trust_run)
+    print(f"{count} {n.form} written to {n.file}")
     return 0
 
 
@@ -195,10 +198,10 @@ def push(argv: Sequence[str]) -> int:
     parser.add("--part", default="auto", help="model, adapter, or auto: the adapter where one was trained [auto]")
     parser.add("--private", action="store_true", help="make a new repository private")
     parser.add("--dry-run", default="", metavar="FOLDER", help="write what would be uploaded to this new folder")
-    namespace = parser.parse(argv)
+    parser.add_trust()
+    n = parser.parse(argv)
     from turnwise.cli import sharing
 
-    n = namespace
-    address = sharing.push(n.run, n.name, n.part, n.private, n.dry_run)
+    address = sharing.push(n.run, n.name, n.part, n.private, n.dry_run, n.trust_run)
     print(f"nothing was uploaded; this would be: {address}" if n.dry_run else f"uploaded: {address}")
     return 0

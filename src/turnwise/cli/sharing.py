@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import environments
+from turnwise.config.named_object import reading
 from turnwise.config.settings import Settings
 from turnwise.core.records import Group, Task
 from turnwise.data.export import FORMS, write_rows
@@ -17,9 +18,10 @@ from turnwise.errors import SettingError, StoreError, nearest
 from turnwise.models.hub import hub_address
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import play_scripted
+from turnwise.store.atomic import ADVICE
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
-from turnwise.training.plan import EnvSpec, resolve_settings
+from turnwise.training.plan import EnvSpec, environment_class, resolve_settings
 
 DEMONSTRATIONS = 4  # imperfect episodes per oracle episode: the worst of them is the rejected side of a pair
 CONCURRENT_TASKS = 16
@@ -27,8 +29,11 @@ EXPORTED_STATES = ("trained", "finished")
 PARTS = ("auto", "model", "adapter")
 
 
-def export(source: str | Path, form: str, target: str | Path, tasks: int = 200, seed: int = 0) -> int:
-    """``source``: a run directory, or an environment, whose scripted policies play ``tasks`` tasks. The number of rows."""
+def export(
+    source: str | Path, form: str, target: str | Path, tasks: int = 200, seed: int = 0, trusted: bool = False
+) -> int:
+    """``source``: a run directory, or an environment, whose scripted policies play ``tasks`` tasks. ``trusted``: import code
+    that the run names. The number of rows."""
     if form not in FORMS:
         raise SettingError(f"no row format {form!r}; {nearest(form, FORMS)}")
     if tasks < 1:
@@ -38,10 +43,15 @@ def export(source: str | Path, form: str, target: str | Path, tasks: int = 200, 
         env_spec = EnvSpec.from_settings(resolve_settings({"env": str(source), "seed": seed}))
         return write_rows(_played(env_spec, tasks), form, target, env_spec.tools)
     run = RunDir.open(source)
-    env_spec = EnvSpec.from_settings(Settings.of(run.metadata()["settings"]))
-    with SqliteLedger(run.ledger, readonly=True) as ledger:
+    with reading(trusted=trusted), SqliteLedger(run.ledger, readonly=True) as ledger:
+        metadata = run.metadata()
+        tools = metadata.get("tools")
+        if tools is None:  # a run of before they were recorded
+            tools = list(getattr(environment_class(Settings.of(metadata["settings"])), "tools", ()))
+        if not isinstance(tools, list):
+            raise StoreError(f"the tools in {run.settings} are {tools!r:.60}, and no list; {ADVICE}")
         groups = (ledger.group(entry.group_id) for entry in ledger.groups() if entry.state in EXPORTED_STATES)
-        return write_rows(groups, form, target, env_spec.tools)
+        return write_rows(groups, form, target, tools)
 
 
 def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
@@ -67,7 +77,9 @@ def _played(env_spec: EnvSpec, count: int) -> Iterator[Group]:
         yield from asyncio.run(play_all(range(start, min(count, start + CONCURRENT_TASKS))))
 
 
-def push(run: str, name: str, part: str = "auto", private: bool = False, dry_run: str = "") -> str:
+def push(
+    run: str, name: str, part: str = "auto", private: bool = False, dry_run: str = "", trusted: bool = False
+) -> str:
     """Upload to the repository ``name``; the address. ``dry_run``: write the folder there instead, and upload nothing."""
     run_dir = RunDir.open(run)
     if not run_dir.summary.is_file():
@@ -85,7 +97,8 @@ def push(run: str, name: str, part: str = "auto", private: bool = False, dry_run
 
     verify_model(folder)
     settings = Settings.of(run_dir.metadata()["settings"])
-    write_cards(run_dir, settings, json.loads(run_dir.summary.read_text(encoding="utf-8")))
+    with reading(trusted=trusted):
+        write_cards(run_dir, settings, json.loads(run_dir.summary.read_text(encoding="utf-8")))
     card = folder / "README.md"  # says how to load the model: from where it is pushed to
     card.write_text(card.read_text(encoding="utf-8").replace("FOLDER_OR_ID", name), encoding="utf-8")
     if dry_run:

@@ -2,6 +2,8 @@
 
 A name may be followed by arguments: ``shop:Shop,db=x,size=3``. ``call_arguments`` converts them by the signature of what they
 are given to, and refuses those it does not take.
+
+Names come from a user, or from a run that is only read and that a stranger may have written: inside ``reading`` they are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +26,28 @@ from turnwise.errors import SettingError, nearest
 
 GIVEN_OBJECT = "object:"  # begins the recorded name of what was given as an object, which no name refers to
 TYPED_ARGUMENTS = (bool, int, float, str)  # values that text can hold exactly
+TRUST_RUN = "--trust-run"
+_readable: ContextVar[Callable[[str], bool] | None] = ContextVar("readable", default=None)  # None: nothing is only read
+
+
+@contextmanager
+def reading(typed: str = "", trusted: bool = False) -> Iterator[None]:
+    """Inside, no name is resolved but ``typed``, which the user wrote beside the command; ``trusted``: all are. The outermost
+    block decides. A name is refused even if its module is loaded: ``shutil:rmtree`` needs no import to do harm."""
+    token = _readable.set(_readable.get() or (lambda name: trusted or name == typed))
+    try:
+        yield
+    finally:
+        _readable.reset(token)
+
+
+def check_reading(name: str, what: str) -> None:
+    """Refuse to run the code that ``name`` refers to while a run is only read."""
+    readable = _readable.get()
+    if readable is not None and not readable(name):
+        raise SettingError(
+            f"{what}: reading a run imports no code, and {name} is code that the run names; read it, then write {TRUST_RUN}"
+        )
 
 
 def import_from_current_folder() -> None:
@@ -37,6 +63,7 @@ def load_object(name: str, what: str, accepts: Callable[[Any], bool], noun: str)
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         raise SettingError(f"{what} cannot be read; write module:{noun} or file.py:{noun}")
+    check_reading(name, what)
     module = load_module(module_name, what)
     value = module
     for part in attribute.split("."):
@@ -49,6 +76,7 @@ def load_object(name: str, what: str, accepts: Callable[[Any], bool], noun: str)
 
 def load_module(name: str, what: str) -> ModuleType:
     """A module by its dotted name, or by the path of its file; what its import raises becomes one line."""
+    import_from_current_folder()  # not before: a folder that is only read, a run's among them, is no place to import from
     try:
         return _load_file(Path(name), what) if name.endswith(".py") else importlib.import_module(name)
     except SettingError:

@@ -54,10 +54,12 @@ def load(name: str) -> type[Any]:
     constructor may follow, as in ``"module:Class,key=value"``."""
     family, _, member = name.partition(":")
     if family in FAMILIES:
+        named_object.check_reading(name, f"environment {name!r}")
         family_class: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
         return family_class
     # a word that resembles a family and names no module; the running program, __main__, is one without a spec
     close = difflib.get_close_matches(family, FAMILIES, n=1) if family.isidentifier() and family not in BUILT_IN else []
+    named_object.import_from_current_folder()
     if close and family not in sys.modules and not importlib.util.find_spec(family):
         raise SettingError(f"there is no family {family!r} of environments; did you mean {close[0]}:{member}?")
     class_name, arguments = named_object.split_arguments(name)
@@ -67,10 +69,14 @@ def load(name: str) -> type[Any]:
             f"the environment {shown} was given to train() as an object, which no name refers to; give it again in Python: "
             "resume(run, env=...), or move the class into a module"
         )
-    spec = BUILT_IN.get(class_name, class_name)
-    if ":" not in spec:
+    if class_name in BUILT_IN:  # a name of ours, also where a run that is only read has it
+        module, _, title = BUILT_IN[class_name].partition(":")
+        cls: type[Any] = getattr(importlib.import_module(module), title)
+    elif ":" in class_name:
+        what = f"environment {name!r}"
+        cls = named_object.load_object(class_name, what, lambda value: isinstance(value, type), "class")
+    else:
         raise SettingError(f"no environment is called {name!r}; {nearest(class_name, BUILT_IN)}; or write module:Class")
-    cls = named_object.load_object(spec, f"environment {name!r}", lambda value: isinstance(value, type), "class")
     return require_arguments(bind(cls, arguments, class_name) if arguments else cls, name)
 
 

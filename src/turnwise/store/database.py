@@ -142,6 +142,7 @@ class LedgerReader:
         with explain_sqlite_errors(path):
             self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10.0)
             self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA trusted_schema = OFF")  # a stranger's views and triggers call no function
             try:
                 if not readonly:
                     _prepare(self._db)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -49,9 +49,16 @@ class RunDir:
 
     @classmethod
     def create(
-        cls, root: str | Path, name: str, settings: Mapping[str, Any] | None = None, recipe: str = "", seed: int = 0
+        cls,
+        root: str | Path,
+        name: str,
+        settings: Mapping[str, Any] | None = None,
+        recipe: str = "",
+        seed: int = 0,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> RunDir:
-        """Create a run with its ``run.json``. Both appear in one rename, so a kill never leaves a run without settings."""
+        """Create a run with its ``run.json``. Both appear in one rename, so a kill never leaves a run without settings. What the
+        environment offers (``tools``) is recorded, so that who reads the run need not import it."""
         check_run_name(root, name)
         target = Path(root) / name
         metadata = {
@@ -59,6 +66,7 @@ class RunDir:
             "settings": dict(settings or {}),
             "recipe": recipe,
             "seed": seed,
+            "tools": list(tools),
             "versions": installed_versions(),
         }
         with atomic_write(target, replace=False) as path:  # another process may be creating it now

@@ -400,7 +400,7 @@ def start_run(plan: RunPlan, listen: Listener, stop: StopSignals) -> dict[str, A
     refuse(plan, LOADED)
     s, threads = plan.settings, engines.select_threads(plan.settings)
     recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
-    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed)
+    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed, plan.env_spec.tools)
     if s.cluster:
         return _on_cluster(run_dir, Settings.of(recorded), plan.notes, listen, stop)
     events = RunEvents(listen)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
-import tempfile
 import urllib.parse
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from turnwise.engines.generator.kv_cache import CacheChoice
 from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.remote_generator import RemoteGenerator
 from turnwise.engines.remote.replica import UPDATE_SECONDS, RemoteLimits, Replica
-from turnwise.engines.remote.weight_files import WeightFolder, read_weights
+from turnwise.engines.remote.weight_files import WeightFolder, read_weights, shared_objects
 from turnwise.errors import ServerFault, SettingError
 from turnwise.workers.process import Worker, WorkerLost
 
@@ -173,9 +171,7 @@ async def start_generator(
 ) -> RemoteGenerator:
     """A generator over one server, which ``program`` runs in a process of its own, until the generator is closed or gone.
     ``seconds``: a process that says nothing for so long is given up."""
-    with tempfile.TemporaryDirectory(prefix="turnwise-generator-") as folder:
-        file = Path(folder) / "model.pt"
-        torch.save((spec, model.cpu(), tokenizer), file)
+    with shared_objects((spec, model.cpu(), tokenizer)) as file:
         worker = Worker(program, str(file), seconds=seconds, quiet=True)
         link = ProcessLink(worker)
         try:

@@ -19,7 +19,7 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from turnwise.engines.remote.replica import Replica
 
 SHARED_MEMORY = Path("/dev/shm")
+DESCRIPTORS = Path("/proc/self/fd")
 WEIGHTS, BASE, ADAPTERS = "weights", "base", "adapters"  # what a file holds
 FOLDER, DEVICE = "folder", "device"  # other ways: adapters as PEFT writes them; from GPU to GPU, without files
 NAME = re.compile(rf"(?:{WEIGHTS}|{BASE}|{ADAPTERS})-(\d+)(?:-\d+)?\.safetensors")
@@ -292,6 +293,23 @@ def read_weights(described: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], st
         return (HeldWeights(tensors) if described.get("kind") == BASE else tensors), digest
     except SafetensorError as fault:
         raise StoreError(f"{path[:200]} holds no weights: {fault}") from None
+
+
+@contextlib.contextmanager
+def shared_objects(value: Any, folder: Path | None = None) -> Iterator[Path]:
+    """Where processes that this one has started read ``value``, by ``torch.load``, until the block ends. The file has no name: a
+    kill leaves nothing. ``folder``: of checkpoints, for processes on other machines, which need a name; it is one that the next
+    checkpoint removes."""
+    if folder is None and DESCRIPTORS.is_dir():
+        with tempfile.TemporaryFile() as file:
+            torch.save(value, file)
+            file.flush()
+            yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        return
+    with tempfile.TemporaryDirectory(prefix=".start.", suffix=".tmp", dir=folder) as name:
+        path = Path(name) / "start.pt"
+        torch.save(value, path)
+        yield path
 
 
 # ---------------------------------------------------------- names of temporary files

@@ -52,6 +52,7 @@ from turnwise.engines.learner.learner import LocalLearner
 from turnwise.engines.learner.optimizer import LearnerSettings, whole
 from turnwise.engines.learner.signals.measure import AUXILIARY, Fields, SignalMeasurer, named
 from turnwise.engines.learner.value_heads import frozen_copy
+from turnwise.engines.remote.weight_files import shared_objects
 from turnwise.engines.sharded.rank_pool import RankPool
 from turnwise.engines.sharded.served import unserved_reason
 from turnwise.errors import SettingError
@@ -111,9 +112,8 @@ class ShardedLearner(LocalLearner):
                     )
             if settings.four_bit:  # packed once: the same numbers on all ranks, and in the copy that is published
                 lora.quantise_frozen(model, settings.lora_rank, settings.compute_dtype(device), started.device)
-            with tempfile.TemporaryDirectory(prefix="turnwise-ranks-", dir=place or None) as name:
-                file = Path(name) / "start.pt"  # too large for a message, and shared by the ranks of a machine
-                torch.save((model.cpu(), teacher), file)
+            # a file: too large for a message, and shared by the ranks of a machine
+            with shared_objects((model.cpu(), teacher), place or None) as file:
                 self.whole = LocalLearner(model, settings, teacher=teacher, device="cpu", **critic)
                 started.call(ShardedLearner._build, self, file, settings, signals, gather, critic)
         except BaseException:

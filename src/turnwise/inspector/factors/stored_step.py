@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from turnwise.algebra.objective import Objective
+from turnwise.config.named_object import reading
 from turnwise.config.settings import Settings
 from turnwise.core.batch import Batch, pack
 from turnwise.core.columns import Column
@@ -58,7 +59,8 @@ class StoredStep:
     @cached_property
     def recipe(self) -> Recipe:
         """The method of the run."""
-        return make_recipe(Settings.of(self.run.settings))
+        with reading():
+            return make_recipe(Settings.of(self.run.settings))
 
     @cached_property
     def packed(self) -> Batch:
@@ -89,7 +91,8 @@ class StoredStep:
 
     def factors(self, method: str = "") -> MethodFactors:
         """Factors under a method of the catalogue, or the run's own. The objective's memory is that before the step."""
-        recipe = catalogue.parse_method(method) if method else self.recipe
+        with reading():  # a method may come from the address of a page
+            recipe = catalogue.parse_method(method) if method else self.recipe
         objective = recipe.objective
         available = {*self.packed.columns, Signal.LOGP, Signal.ENTROPY, *SAME_BEFORE_UPDATE}
         missing = sorted(str(signal) for signal in objective.signals if signal not in available)

@@ -8,6 +8,7 @@ nothing is kept longer than a few entries.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from functools import lru_cache
 
@@ -60,6 +61,7 @@ def warm(run: RunReader, step: int, trajectory: str) -> threading.Thread:
         with contextlib.suppress(TurnwiseError):
             factors_of(run, step, trajectory=trajectory)
 
-    thread = threading.Thread(target=work, name="turnwise-factors", daemon=True)
+    # in this context, which says what code may be imported
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="turnwise-factors", daemon=True)
     thread.start()
     return thread
