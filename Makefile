@@ -4,6 +4,7 @@
 #   make thorough the other tests: kills, attacks, ranks, every method's run, properties with new examples (45 minutes)
 #   make extras  optional packages that some tests use (needs a C compiler)
 #   make docs    write the pages of methods and build the site in site/
+#   make wheel   build the wheel, install it alone into a new environment, train and open the view there
 #   make quick   the tests of the inner loop (under a minute)
 #   make shape   lines, files, lengths of functions, and what one training step executes, beside other packages
 #   make trial   try to break it: kills, attacks, bad inputs, fuzzed episodes (about an hour)
@@ -26,7 +27,7 @@ LINT    := $(BIN)/ruff check src tests trials benchmarks experiments examples &&
 SEED    ?= $(shell date +%s)
 SEED    := $(SEED)
 
-.PHONY: train test thorough extras quick shape trial vllm gpu kernels lint format docs bench learning seeds clean help
+.PHONY: train test thorough wheel extras quick shape trial vllm gpu kernels lint format docs bench learning seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,6 +46,9 @@ thorough: $(READY)
 
 extras: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open-spiel,textarena,inspector,quantized]'
+
+wheel: $(READY)
+	bash trials/wheel.sh $(PYTHON)
 
 quick: $(READY)
 	$(PYTEST) -m "$(QUICK)" -x $(ARGS)

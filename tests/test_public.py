@@ -1,7 +1,9 @@
 """What `import turnwise` promises, it holds."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +29,10 @@ def test_importing_the_package_does_not_import_torch():
 def test_editors_see_every_public_name_and_setting():
     assert set(turnwise._PUBLIC) <= set(dir(turnwise))
     assert stub.FILE.read_text(encoding="utf-8") == stub.stub(), "write it anew: python -m trials.stub --write"
+
+
+def test_the_version_is_the_same_everywhere():
+    root = Path(__file__).parent.parent
+    places = {"pyproject.toml": r'^version = "(.+)"', "CITATION.cff": r"^version: (.+)"}
+    versions = {p: re.search(r, (root / p).read_text("utf-8"), re.MULTILINE)[1] for p, r in places.items()}
+    assert set(versions.values()) == {turnwise.__version__}, versions

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from turnwise import __version__
 from turnwise.cli import catalogue_commands as catalogue
 from turnwise.cli import inspect_commands as looks
+from turnwise.cli import mcp_server
 from turnwise.cli import run_commands as runs
 from turnwise.cli import serve_commands as serving
 from turnwise.cli.flags import with_flags
@@ -68,6 +69,10 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "attack an environment's reward and show the best-paid behaviour that is wrong",
     ),
     "bisect": (looks.bisect, "name the first step, task, token and field at which two runs part"),
+    "mcp": (
+        mcp_server.mcp,
+        "let a coding agent start, watch, diagnose and compare runs, by the Model Context Protocol",
+    ),
 }
 FUNCTIONS = {name: function for name, (function, _) in TABLE.items()}
 COMMANDS = {name: about for name, (_, about) in TABLE.items()}
