@@ -51,6 +51,7 @@ def train(
     opponents: Any = ...,  # who holds the other seats of a game: self (the policy, trained at every seat), past (older policies of this run: past,keep=8,every=5,pool=spread), or scripted:random (or oracle, demonstrator)
     agent: Any = '',  # agent of your own that plays the episodes: an async function (task, client) -> reward as module:name or file.py:name, a command with arguments that finds the policy in OPENAI_BASE_URL, or `external`: agents elsewhere take episodes at --agent-address
     agent_seconds: float = 300.0,  # time limit of an agent's whole episode, in seconds
+    agent_tokens: int = 0,  # tokens sampled in an agent's whole episode; 0: as many as its calls take
     agent_address: str = '127.0.0.1:8700',  # where agents that live elsewhere take episodes: HOST:PORT
     model: Any = ...,  # a directory in Hugging Face format, a Hub id, smollm2 (after `turnwise model fetch`), or `tiny` (created here)
     teacher: Any = ...,  # teacher model with the same vocabulary: a directory in Hugging Face format, or a Hub id

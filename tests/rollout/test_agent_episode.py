@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,14 +15,14 @@ from support.agents import SAMPLING, TEXTS, HashSession
 from support.episodes import RENDERER, TASK
 
 from turnwise import environments
-from turnwise.core.records import Limit, Status, Task
+from turnwise.core.records import Limit, Status, Stop, Task
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_client import AgentClient, FunctionAgent, open_task, read_request
-from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallRequest, read_outcome
+from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallRequest, read_outcome, within
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.lineage import canonical
 
-LIMITS = EpisodeLimits(turns=12, context=4000)
+LIMITS = EpisodeLimits(turns=12, context=4000, seconds=20.0)
 
 
 async def solve(task, client):
@@ -35,7 +37,7 @@ def play_agent(function, env, task=TASK, session=None, limits=LIMITS):
     async def run():
         episode = AgentEpisode("g.0", task, session or HashSession(), RENDERER, SAMPLING, limits)
         opened = await open_task(task, env, 5.0)
-        return await episode.run(lambda e: FunctionAgent(function).play(opened, e), 20.0)
+        return await episode.run(lambda e: FunctionAgent(function).play(opened, e))
 
     return asyncio.run(run())
 
@@ -263,7 +265,99 @@ def test_overruled_fields_are_counted_unless_they_ask_for_what_is_done_anyway():
 
     facts = play_agent(particular, environments.make("guess"), Task("guess", 1)).facts
     counted = {name.rsplit("/", 1)[1]: n for name, n in facts.items() if name.startswith("agent/overruled/")}
-    assert counted == {"temperature": 2, "parallel_tool_calls": 1, "reasoning_effort": 1}
+    assert counted == {"temperature": 2, "reasoning_effort": 1}
+
+
+class CutSession(HashSession):
+    """Says in its stop where ``max_tokens`` cut a text."""
+
+    async def generate(self, ids, sampling):
+        reply = await super().generate(ids, sampling)
+        return replace(reply, stop=Stop.LENGTH) if len(reply.tokens) == sampling.max_tokens else reply
+
+
+async def three_calls(task, client):
+    messages = list(task.messages)
+    for _ in range(3):
+        reply = await client.chat.completions.create(messages=messages)
+        messages += [reply.choices[0].message, user("on")]
+    return 1.0
+
+
+async def gives_up(task, client):
+    with contextlib.suppress(CallRefused):
+        await three_calls(task, client)
+    return 0.5
+
+
+def test_a_budget_of_tokens_cuts_a_reply_and_refuses_the_next_call():
+    limits, texts = replace(LIMITS, tokens=10), ("a text of many tokens, more than the budget has",)
+    t = play_agent(three_calls, environments.make("guess"), Task("guess", 1), CutSession(texts), limits)
+    assert (t.status, t.limit, t.sampled, t.facts["agent/refused/token_limit"]) == (Status.FAILED, Limit.TOKENS, 10, 1)
+    assert "sampled its 10 tokens (--agent-tokens) (token_limit)" in t.reason
+    t = play_agent(gives_up, environments.make("guess"), Task("guess", 1), CutSession(texts), limits)
+    assert (t.status, t.limit, t.reward, t.sampled) == (Status.TRUNCATED, Limit.TOKENS, 0.5, 10)
+
+
+def test_a_reply_that_the_budget_of_tokens_cut_is_named_though_the_agent_ends_by_itself():
+    async def one_call(task, client):
+        reply = await client.chat.completions.create(messages=task.messages)
+        assert reply.choices[0].finish_reason == "length"
+        return 0.25
+
+    limits = replace(LIMITS, tokens=4)
+    t = play_agent(one_call, environments.make("guess"), Task("guess", 1), CutSession(("much too long for this",)), limits)
+    assert (t.status, t.limit, t.reward) == (Status.TRUNCATED, Limit.TOKENS, 0.25) and "--agent-tokens" in t.reason
+
+
+def test_a_budget_of_seconds_is_a_named_limit_and_an_environment_that_has_paid_keeps_its_word():
+    async def slow(task, client):
+        await three_calls(task, client)
+        await asyncio.sleep(60)
+
+    async def acts_then_sleeps(task, client):
+        reply = await client.chat.completions.create(messages=task.messages, tools=list(task.tools))
+        await task.step(reply.choices[0].message)
+        await within(0.0, asyncio.sleep(60))  # as the budget ends here, on any machine
+
+    limits = replace(LIMITS, seconds=0.05)
+    t = play_agent(slow, environments.make("guess"), Task("guess", 1), limits=limits)
+    assert (t.status, t.limit) == (Status.FAILED, Limit.SECONDS) and "within 0.05 s (--agent-seconds)" in t.reason
+    t = play_agent(acts_then_sleeps, environments.make("keydoor"), Task("keydoor", 1))
+    assert (t.status, t.limit, len(t.turns)) == (Status.TRUNCATED, Limit.SECONDS, 1)
+
+
+def test_a_timeout_of_the_agents_own_is_not_taken_for_the_budget():
+    async def impatient(task, client):
+        await client.chat.completions.create(messages=task.messages)
+        raise TimeoutError("my tool took too long")
+
+    t = play_agent(impatient, environments.make("guess"), Task("guess", 1))
+    assert (t.status, t.limit, t.reason) == (Status.FAILED, None, "TimeoutError: my tool took too long")
+
+
+TWO_CALLS = "<tool_call>{}</tool_call><tool_call>{}</tool_call>".format(
+    *(json.dumps({"name": "search", "arguments": {"query": word}}) for word in ("a", "b"))
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "queries"),
+    [({}, ["a", "b"]), ({"parallel_tool_calls": False}, ["a"]), ({"tool_choice": "none"}, [])],
+)
+def test_a_reply_calls_as_many_tools_as_the_agent_lets_it(fields, queries):
+    async def careful(task, client):
+        body = {"messages": task.messages, "tools": list(task.tools), **fields}
+        message = (await client.chat.completions.create(**body)).choices[0].message
+        sent = [json.loads(call.function.arguments)["query"] for call in message.tool_calls or ()]
+        assert sent == queries and (queries or message.content == TWO_CALLS)
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "x"} for c in message.tool_calls or ()]
+        await client.chat.completions.create(**{**body, "messages": [*task.messages, message, *(results or [user("on")])]})
+        return 1.0
+
+    t = play_agent(careful, environments.make("lookup"), Task("lookup", 1, difficulty=1), HashSession((TWO_CALLS,)))
+    assert t.status == Status.FINISHED, t.reason
+    assert t.facts["agent/exact"] == 1.0 and not any(name.startswith("agent/overruled") for name in t.facts)
 
 
 def test_calls_after_the_end_are_refused():

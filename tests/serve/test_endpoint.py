@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from support.agents import SAMPLING, TEXTS, HashSession
@@ -21,6 +22,7 @@ httpx = pytest.importorskip("httpx")
 
 from turnwise.serve.app import MAX_BODY, make_app  # noqa: E402
 from turnwise.serve.sessions import Sessions  # noqa: E402
+from turnwise.serve.wires import CHAT, MESSAGES, RESPONSES  # noqa: E402
 
 pytestmark = pytest.mark.integration
 LIMITS = EpisodeLimits(turns=12, context=4000)
@@ -29,8 +31,8 @@ READABLE = tuple(
 )  # a reply to a call that was none has no place in that protocol
 
 
-def new_episode(session=None, task=TASK):
-    return AgentEpisode("g.0", task, session or HashSession(), RENDERER, SAMPLING, LIMITS)
+def new_episode(session=None, task=TASK, limits=LIMITS):
+    return AgentEpisode("g.0", task, session or HashSession(), RENDERER, SAMPLING, limits)
 
 
 def http(sessions, library=httpx):
@@ -225,6 +227,24 @@ def test_a_posted_reward_ends_the_episode_once():
     assert statuses == [400, 200, 409] and opened.outcome.result() == AgentOutcome(1.0, success=True)
 
 
+@pytest.mark.parametrize(
+    ("wire", "fields", "most"),
+    [
+        (CHAT, {"parallel_tool_calls": False}, 1),
+        (RESPONSES, {"parallel_tool_calls": False}, 1),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 1),
+        (CHAT, {"tool_choice": "none"}, 0),
+        (RESPONSES, {"tool_choice": "none"}, 0),
+        (MESSAGES, {"tool_choice": {"type": "none"}}, 0),
+        (MESSAGES, {"tool_choice": {"type": "auto"}}, None),
+    ],
+)
+def test_every_format_says_how_many_tools_a_reply_may_call(wire, fields, most):
+    messages = {"input": "a"} if wire is RESPONSES else {"messages": [user("a")]}
+    read = wire.read_request({**messages, "max_output_tokens" if wire is RESPONSES else "max_tokens": 9, **fields})
+    assert (read.most_calls, read.max_tokens, read.overruled) == (most, 9, ())
+
+
 # ----------------------------------------------------------------- processes
 
 SCRIPT = """
@@ -252,7 +272,8 @@ def run_process(source, tmp_path, seconds=60.0):
 
     async def run():
         task = AgentTask(TASK, [user("begin")])
-        return await new_episode().run(lambda episode: agent.play(task, episode), seconds)
+        limits = replace(LIMITS, seconds=seconds)
+        return await new_episode(limits=limits).run(lambda episode: agent.play(task, episode))
 
     return asyncio.run(run())
 

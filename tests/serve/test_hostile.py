@@ -207,7 +207,7 @@ def test_calls_while_an_episode_ends_are_refused_and_the_record_stays():
         async def agent(episode):
             return await opened.outcome
 
-        playing = asyncio.create_task(opened.episode.run(agent, 30.0))
+        playing = asyncio.create_task(opened.episode.run(agent))
         await call(app, "POST", f"/s/{opened.key}/v1/chat/completions", ask)
         await call(app, "POST", f"/s/{opened.key}/reward", b'{"reward": 0.5}')
         played = await playing

@@ -75,7 +75,7 @@ def play_outside(play, name="lookup", seed=3):
         task = Task(name, seed, "train", 1)
         episode = AgentEpisode("g.0", task, HashSession(seed=seed), RENDERER, SAMPLING, LIMITS)
         opened = await open_task(task, environments.make(name), 5.0)
-        playing = asyncio.create_task(episode.run(lambda e: agent.play(opened, e, 60.0), None))
+        playing = asyncio.create_task(episode.run(lambda e: agent.play(opened, e)))
         while not announced:
             await asyncio.sleep(0.01)
         url = announced[0].split()[1].rstrip(";")
@@ -170,7 +170,7 @@ def test_a_function_that_is_not_async_runs_in_a_thread_and_reaches_its_episode_o
         episode = AgentEpisode("g.0", task, HashSession(seed=2), RENDERER, SAMPLING, LIMITS)
         opened = await open_task(task, environments.make("lookup"), 5.0)
         host = EndpointHost()
-        t = await episode.run(lambda e: FunctionAgent(solve, host).play(opened, e, 60.0), None)
+        t = await episode.run(lambda e: FunctionAgent(solve, host).play(opened, e))
         return t, len(host.endpoint(asyncio.get_running_loop()).sessions)
 
     t, left = asyncio.run(run())

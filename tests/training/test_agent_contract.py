@@ -19,7 +19,7 @@ from turnwise.training.plan import EnvSpec, resolve_settings
 ROWS = [{"prompt": f"double {n % 4}", "answer": ANSWER} for n in range(16)]
 STOCK = [
     ("in_process", "", "temperature"),
-    pytest.param("openai_chat", "openai", "parallel_tool_calls", marks=pytest.mark.thorough),
+    pytest.param("openai_chat", "openai", "temperature", marks=pytest.mark.thorough),
     pytest.param("openai_stream", "openai", "reasoning_effort", marks=pytest.mark.thorough),
     pytest.param("openai_responses", "openai", "reasoning", marks=pytest.mark.thorough),
     pytest.param("anthropic_messages", "anthropic", "thinking", marks=pytest.mark.thorough),

@@ -84,6 +84,7 @@ class EnvironmentSection:
         "take episodes at --agent-address",
     )
     agent_seconds: Seconds = setting(300.0, "time limit of an agent's whole episode, in seconds")
+    agent_tokens: Count = setting(0, "tokens sampled in an agent's whole episode; 0: as many as its calls take")
     agent_address: str = setting("127.0.0.1:8700", "where agents that live elsewhere take episodes: HOST:PORT")
 
 

@@ -36,6 +36,8 @@ class Limit(StrEnum):
 
     TURNS = "turns"
     CONTEXT = "context"
+    TOKENS = "tokens"  # sampled in an agent's whole episode
+    SECONDS = "seconds"  # of an agent's whole episode
     ENVIRONMENT = "environment"  # a limit of its own
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -38,7 +37,7 @@ from turnwise.rollout.agent_episode import (
 from turnwise.rollout.lineage import canonical, message_text
 
 OVERRULED: Mapping[str, Sequence[Any]] = {
-    "temperature": (), "top_p": (), "top_k": (), "seed": (), "parallel_tool_calls": (True,), "max_tool_calls": (),
+    "temperature": (), "top_p": (), "top_k": (), "seed": (), "max_tool_calls": (),
     "presence_penalty": (0,), "frequency_penalty": (0,), "reasoning_effort": (), "reasoning": ({},),
     "thinking": ({"type": "disabled"},), "extra_body": ({},), "extra_query": ({},),
 }  # fmt: skip
@@ -55,7 +54,7 @@ CHAT_OVERRULED = frozenset(OVERRULED) - {"top_k", "max_tool_calls", "reasoning",
 READ = frozenset(
     {
         "messages", "tools", "max_tokens", "max_completion_tokens", "n", "stop", "logprobs", "tool_choice", "stream",
-        "return_token_ids",
+        "return_token_ids", "parallel_tool_calls",
     }
 )  # fmt: skip
 NO_EFFECT = {
@@ -114,7 +113,13 @@ def read_request(body: Mapping[str, Any]) -> CallRequest:
     if count > MAX_CHOICES:
         raise CallRefused("invalid_request", f"'n' is {count}; write at most {MAX_CHOICES}")
     stop = read_stop(body.get("stop") or (), "stop")
-    return CallRequest(messages, tuple(tools), most, count, stop, bool(body.get("logprobs")), overruled_fields(body))
+    pieces, most_calls = bool(body.get("logprobs")), read_most_calls(body.get("tool_choice"), body)
+    return CallRequest(messages, tuple(tools), most, count, stop, pieces, most_calls, overruled_fields(body))
+
+
+def read_most_calls(choice: Any, body: Mapping[str, Any]) -> int | None:
+    """How many tools one reply may call."""
+    return 0 if choice == "none" else 1 if body.get("parallel_tool_calls") is False else None
 
 
 def overruled_fields(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -321,7 +326,8 @@ class AgentTask:
         self.episode.steps += 1
         if not self.done and self.episode.steps >= self.episode.limits.turns:
             # the environment's own limit, which counts what acts in it; how often the agent calls its policy is not its matter
-            self.done, self.episode.limit = True, Limit.TURNS
+            self.done = True
+            self.episode.cut(Limit.TURNS, f"turn limit of {self.episode.limits.turns} (--max-turns)")
         self.episode.add_reward(float(step.reward))
         if "success" in step.info:
             self.episode.success = bool(step.info["success"])
@@ -369,17 +375,17 @@ class FunctionAgent:
     function: Callable[..., Any]
     host: EpisodeHost | None = None  # gives stock clients of other packages a way in
 
-    async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float = math.inf) -> AgentOutcome:
+    async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome:
         task.episode, task.loop = episode, asyncio.get_running_loop()
         with self.host.offered(episode) if self.host is not None else nullcontext() as connect:
             client = AgentClient(episode, connect)
             if is_async(self.function):
-                return read_outcome(await within(seconds, self.function(task, client)))
+                return read_outcome(await within(episode.limits.seconds, self.function(task, client)))
             # Another function runs in a thread of its own, as it may block. A thread starts and calls when it likes: the
             # generator must not wait for it.
             episode.session.park()
             work = call_environment(self.function, task, client, seconds=FOREVER, inline=False)
-            return read_outcome(await within(seconds, work))
+            return read_outcome(await within(episode.limits.seconds, work))
 
 
 def is_async(function: Callable[..., Any]) -> bool:

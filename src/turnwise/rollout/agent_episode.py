@@ -51,6 +51,7 @@ class CallRequest:
     n: int = 1
     stop: tuple[str, ...] = ()
     pieces: bool = False  # whether the text of each token is wanted
+    most_calls: int | None = None  # of tools in the reply; 0: what looks like a call stays text. None: any number
     overruled: tuple[str, ...] = ()  # fields that the run decides, with values that ask for something else
 
 
@@ -101,17 +102,19 @@ def _reward(name: str, value: Any) -> float:
     return float(value)
 
 
-def too_late(seconds: float) -> str:
-    """Why an episode that took too long failed."""
-    return f"the agent did not end within {seconds:g} s (--agent-seconds)"
+class OutOfTime(EnvironmentFault):
+    """The agent's own work took longer than its budget. Not the ``TimeoutError`` that an agent may raise by itself."""
 
 
 async def within(seconds: float, work: Awaitable[Result]) -> Result:
     """Await an agent's own work. The time an episode waits for a process or for an agent elsewhere does not count."""
     try:
-        return await asyncio.wait_for(work, None if seconds == math.inf else seconds)
-    except TimeoutError:
-        raise TimeoutError(too_late(seconds)) from None
+        async with asyncio.timeout(None if seconds == math.inf else seconds) as budget:
+            return await work
+    except TimeoutError as late:
+        if not budget.expired():
+            raise
+        raise OutOfTime(f"the agent did not end within {seconds:g} s (--agent-seconds)") from late
 
 
 class AgentEpisode:
@@ -140,6 +143,7 @@ class AgentEpisode:
         self.rewards: dict[str, float] = {}
         self.success: bool | None = None
         self.limit: Limit | None = None  # that ended the answers to the agent, or its steps in the environment
+        self.limit_words = ""
         self.refusals: Counter[str] = Counter()  # by code
         self.refusal: CallRefused | None = None  # of the latest call
         self.overruled: Counter[str] = Counter()
@@ -185,26 +189,40 @@ class AgentEpisode:
         if self.ended:
             raise CallRefused("episode_ended", "this episode has ended; its reward is final")
         if len(self.turns) >= self.limits.calls:
-            self.limit = Limit.TURNS
-            raise CallRefused("turn_limit", f"the episode has taken its {self.limits.calls} turns (--max-turns)")
+            words = f"the episode has taken its {self.limits.calls} turns (--max-turns)"
+            raise self.cut(Limit.TURNS, words, "turn_limit")
+        left = (self.limits.tokens or math.inf) - sum(len(turn.tokens) for turn in self.turns)
+        if left < 1:
+            raise self.cut(Limit.TOKENS, self._spent, "token_limit")
         placement = self._place(request)
         prompt = len(placement.dialogue.ids)
         room = self.limits.context - prompt
         if room < 1:
-            self.limit = Limit.CONTEXT
             # the same words for every episode: they are counted by their text
             words = f"the messages leave no room in the context window of {self.limits.context} tokens (--context)"
-            raise CallRefused("context_length_exceeded", words)
-        most = min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens)
+            raise self.cut(Limit.CONTEXT, words, "context_length_exceeded")
+        most = int(min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens, left))
         sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *request.stop))
         completion = await self.session.generate(placement.dialogue.ids, sampling)
         if completion.stop == Stop.CANCELLED:
             raise CallRefused("cancelled", "the episode was cancelled")
+        if completion.stop == Stop.LENGTH and len(completion.tokens) == left:
+            self.cut(Limit.TOKENS, self._spent)  # within this reply, after which an agent may end without another call
         return self._record(placement, completion, request)
+
+    @property
+    def _spent(self) -> str:
+        return f"the episode has sampled its {self.limits.tokens} tokens (--agent-tokens)"
+
+    def cut(self, limit: Limit, words: str, code: str = "") -> CallRefused:
+        """Note which limit the episode has reached; returns the refusal of a call that it ends."""
+        self.limit, self.limit_words = limit, words
+        return CallRefused(code, words)
 
     def _record(self, placement: Placement, completion: Completion, request: CallRequest) -> CallReply:
         context, restart = placement.context, placement.restart
         action = self.lineage.sample(placement, completion.tokens)
+        action = replace(action, calls=action.calls[: request.most_calls])
         message = reply_message(action, self.renderer, request, len(self.turns))
         self.lineage.record(placement, completion.tokens, message)
         self.actions[canonical(message)] = action
@@ -241,17 +259,18 @@ class AgentEpisode:
         self.ended = True
 
     # ---------------------------------------------------------------- episode
-    async def run(self, agent: Callable[[AgentEpisode], Awaitable[AgentOutcome]], seconds: float | None) -> Trajectory:
-        """Let the agent play; never raises for an error of the agent. ``seconds``: None where the agent limits its own time."""
+    async def run(self, agent: Callable[[AgentEpisode], Awaitable[AgentOutcome]]) -> Trajectory:
+        """Let the agent play; never raises for an error of the agent."""
         status, reason = Status.FAILED, "cancelled"
         try:
-            outcome = await asyncio.wait_for(agent(self), seconds)
+            outcome = await agent(self)
             if outcome.reward is None and self.steps < self.paid_from:
                 raise EnvironmentFault(NO_REWARD)
             self.finish(outcome)
             status, reason = Status.FINISHED, ""
-        except TimeoutError as late:
-            reason = str(late) if seconds is None else too_late(seconds)
+        except OutOfTime as late:
+            reason = str(late)
+            self.cut(Limit.SECONDS, reason)
         except EnvironmentFault as fault:
             reason = str(fault)
         except Exception as fault:  # raised by the agent
@@ -259,11 +278,10 @@ class AgentEpisode:
         finally:
             self.ended = True
             self.session.close()
-        if self.limit is not None and (
-            status == Status.FINISHED or (self.refusal and self.steps >= max(1, self.paid_from))
-        ):
+        cut_off = self.refusal is not None or self.limit == Limit.SECONDS
+        if self.limit is not None and (status == Status.FINISHED or (cut_off and self.steps >= max(1, self.paid_from))):
             # cut, and yet its worth is known: from the agent, or step by step from the environment, as in the turn loop
-            status, reason = Status.TRUNCATED, str(self.refusal or f"turn limit of {self.limits.turns} (--max-turns)")
+            status, reason = Status.TRUNCATED, str(self.refusal or self.limit_words)
         elif self.refusal is not None and status == Status.FAILED:
             raised = "" if reason == str(self.refusal) else f"; the agent: {reason}"
             reason = f"a refused call ended the episode: {self.refusal} ({self.refusal.code}){raised}"

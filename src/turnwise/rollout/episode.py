@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,10 @@ class EpisodeLimits:
     context: int = 512  # ids the model can read
     environment_seconds: float = 30.0  # per call into the environment
     history: int = 0  # how many of the latest observations are visible; 0: all
-    calls: int = AGENT_CALLS  # of an agent, which owns its length: a bound for one that never ends
+    # the budget of an agent, which owns its length: a bound for one that never ends
+    calls: int = AGENT_CALLS
+    tokens: int = 0  # sampled in all its calls; 0: as many as they take
+    seconds: float = math.inf  # of its own work, not of the time that an episode waits for it
 
 
 def sampled_turn(completion: Completion, **more: Any) -> Turn:

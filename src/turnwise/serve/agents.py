@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 from collections.abc import Callable
 
@@ -39,7 +38,7 @@ class ProcessAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(PARALLEL)
 
-    async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float = math.inf) -> AgentOutcome:
+    async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome:
         task.episode, loop = episode, asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._slots = loop, asyncio.Semaphore(PARALLEL)
@@ -49,7 +48,7 @@ class ProcessAgent:
         try:
             async with self._slots:
                 variables, described = endpoint.environment(opened.key), json.dumps(opened.description())
-                output = await within(seconds, self._run(variables, described))
+                output = await within(episode.limits.seconds, self._run(variables, described))
         finally:
             endpoint.sessions.close(opened.key)
         lines = output.decode(errors="replace").strip().splitlines()
@@ -89,7 +88,7 @@ class ExternalAgent:
         self._host, self._announce = EndpointHost(host, port, token), announce
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float = math.inf) -> AgentOutcome:
+    async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome:
         task.episode, loop = episode, asyncio.get_running_loop()
         endpoint = self._host.endpoint(loop)
         if self._loop is not loop:
@@ -100,6 +99,6 @@ class ExternalAgent:
         try:
             await opened.taken.wait()
             assert opened.outcome is not None
-            return await within(seconds, opened.outcome)
+            return await within(episode.limits.seconds, opened.outcome)
         finally:
             endpoint.sessions.close(opened.key)

@@ -15,14 +15,22 @@ from typing import Any, NamedTuple
 
 from turnwise.core.records import Message
 from turnwise.core.stateful import remember
-from turnwise.rollout.agent_client import completion_body, overruled_fields, read_message, read_stop, refuse_unknown
+from turnwise.rollout.agent_client import (
+    completion_body,
+    overruled_fields,
+    read_message,
+    read_most_calls,
+    read_stop,
+    refuse_unknown,
+)
 from turnwise.rollout.agent_client import read_request as read_chat
 from turnwise.rollout.agent_episode import CallRefused, CallReply, CallRequest
 
 STATUS = {  # of a refusal, by its code; every other is 400
     "invalid_api_key": 401, "not_found": 404, "episode_ended": 409, "no_reward_expected": 409, "no_environment": 409,
-    "abandoned": 409, "turn_limit": 409, "not_owner": 409, "out_of_order": 409, "not_paused": 409, "no_update": 409,
-    "no_base": 409, "in_use": 409, "body_too_large": 413, "busy": 429, "cancelled": 499, "stuck": 503,
+    "abandoned": 409, "turn_limit": 409, "token_limit": 409, "not_owner": 409, "out_of_order": 409,
+    "not_paused": 409, "no_update": 409, "no_base": 409, "in_use": 409, "body_too_large": 413,
+    "busy": 429, "cancelled": 499, "stuck": 503,
 }  # fmt: skip
 Body = dict[str, Any]
 Replies = Sequence[CallReply]
@@ -63,7 +71,8 @@ def _read_options(
     check(isinstance(tools, list | tuple), "'tools' is {!r:.80}; write a list", tools)
     check(type(limit) is int and limit >= 0, "{!r} is {!r:.60}; write a whole number", limit_name, limit)
     read = () if choice == "none" else tuple(map(read_tool, tools))
-    return CallRequest(messages, read, limit, stop=stop, overruled=overruled_fields(body))
+    most_calls = read_most_calls(choice, body)
+    return CallRequest(messages, read, limit, stop=stop, most_calls=most_calls, overruled=overruled_fields(body))
 
 
 def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
@@ -253,7 +262,7 @@ def _response_head(number: int, body: Mapping[str, Any]) -> Body:
     return {
         "id": f"resp_{number}", "object": "response", "created_at": int(time.time()), "model": "policy",
         "status": "in_progress", "error": None, "incomplete_details": None, "instructions": body.get("instructions"),
-        "metadata": {}, "output": [], "parallel_tool_calls": True,
+        "metadata": {}, "output": [], "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"), "temperature": None, "top_p": None,
         "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [], "usage": None,
     }  # fmt: skip
@@ -314,7 +323,9 @@ def _read_message_request(body: Mapping[str, Any]) -> CallRequest:
     messages: list[Message] = [*system, *itertools.chain.from_iterable(map(_read_blocks, given or ()))]
     choice = chosen.get("type", "auto") if isinstance(chosen, Mapping) else chosen
     stop = read_stop(body.get("stop_sequences") or (), "stop_sequences")
-    return _read_options(messages, body, choice, "max_tokens", _read_message_tool, stop)
+    alone = isinstance(chosen, Mapping) and chosen.get("disable_parallel_tool_use") is True
+    options = {**body, "parallel_tool_calls": not alone}
+    return _read_options(messages, options, choice, "max_tokens", _read_message_tool, stop)
 
 
 def _read_blocks(message: Any) -> list[Message]:

@@ -76,9 +76,7 @@ UNMET = {  # requirements of methods that need the turn loop of an environment
 class Agent(Protocol):
     """Plays an episode by calling its policy."""
 
-    async def play(self, task: AgentTask, episode: AgentEpisode, seconds: float) -> AgentOutcome:
-        """``seconds`` limit the agent's own work, not the time an episode waits for it."""
-        ...
+    async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome: ...
 
 
 def load_agent(settings: Settings, given: Callable[..., Any] | None = None) -> Agent | None:
@@ -180,16 +178,15 @@ async def _episode(
     episode: AgentEpisode,
     environment: Any,
     task: Task,
-    seconds: float,
     row: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """The episode of a task of ``environment`` that the agent plays, within ``seconds`` of its own work."""
+    """The episode of a task of ``environment`` that the agent plays."""
     patience = episode.limits.environment_seconds
 
     async def run(playing: AgentEpisode) -> AgentOutcome:
-        return await agent.play(await open_task(task, environment, patience, row), playing, seconds)
+        return await agent.play(await open_task(task, environment, patience, row), playing)
 
-    return await episode.run(run, None)
+    return await episode.run(run)
 
 
 async def _close(environment: Any, seconds: float) -> None:
@@ -215,8 +212,9 @@ async def play_demonstration(
         return Action(wording(await next_action(act)))
 
     session = ScriptedSession(worded, renderer, tuple(getattr(environment, "tools", ())))
+    limits = replace(limits, seconds=DEMONSTRATION)
     episode = AgentEpisode(key, task, session, renderer, Sampling(), limits, paid_from=0)
-    played = await _episode(agent, episode, environment, task, DEMONSTRATION)
+    played = await _episode(agent, episode, environment, task)
     turns = tuple(replace(turn, logp=(), mass=(), version=()) for turn in played.turns)
     return replace(played, turns=turns, origin=Origin.EXPERT)
 
@@ -227,7 +225,6 @@ def agent_play(
     renderer: Renderer,
     sampling: Sampling,
     limits: EpisodeLimits,
-    seconds: float,
     row: Callable[[Task], Any],
     paid_from: float = 1,
 ) -> EpisodeRunner:
@@ -238,7 +235,7 @@ def agent_play(
         environment = make(task)
         episode = AgentEpisode(key, task, session, renderer, sampling, limits, temperature_scale, paid_from)
         try:
-            return await _episode(agent, episode, environment, task, seconds, row(task))
+            return await _episode(agent, episode, environment, task, row(task))
         finally:
             await _close(environment, limits.environment_seconds)
 
@@ -275,9 +272,13 @@ def try_agent(values: Mapping[str, Any], episodes: int = 8) -> AgentReport:
     spec = EnvSpec.from_settings(settings)
     renderer = Renderer(build.byte_tokenizer())
     policies = ("oracle", "nonsense") if spec.can_demonstrate else ("nonsense",)
-    played = {policy: asyncio.run(_try_all(spec, renderer, policy, episodes)) for policy in policies}
-    twice = asyncio.run(_try_all(spec, renderer, policies[0], episodes))
-    return _report(played, twice, policies[0], spec)
+
+    async def play() -> list[list[Trajectory]]:
+        # in one event loop: clients that an agent leaves open are closed in whichever runs when they are collected
+        return [await _try_all(spec, renderer, policy, episodes) for policy in (*policies, policies[0])]
+
+    *played, twice = asyncio.run(play())
+    return _report(dict(zip(policies, played)), twice, policies[0], spec)
 
 
 async def _try_all(spec: EnvSpec, renderer: Renderer, policy: str, episodes: int) -> list[Trajectory]:
@@ -296,12 +297,10 @@ async def _try_all(spec: EnvSpec, renderer: Renderer, policy: str, episodes: int
             return Action(wording(await next_action(scripted)))
 
         session = ScriptedSession(act, renderer, tuple(getattr(environment, "tools", ())))
-        episode = AgentEpisode(
-            f"check.{number}", task, session, renderer, Sampling(), spec.scripted_limits, 1.0, spec.paid_from
-        )
+        limits = replace(spec.scripted_limits, seconds=min(spec.settings.agent_seconds, 60.0))
+        episode = AgentEpisode(f"check.{number}", task, session, renderer, Sampling(), limits, 1.0, spec.paid_from)
         try:
-            seconds = min(spec.settings.agent_seconds, 60.0)
-            return await _episode(agent, episode, environment, task, seconds, spec.columns(task))
+            return await _episode(agent, episode, environment, task, spec.columns(task))
         finally:
             await _close(environment, spec.limits.environment_seconds)
 

@@ -139,7 +139,7 @@ def make_play(
 ) -> Any:
     """A ``EpisodeRunner``: one episode of one task with one session. ``record_masked`` also records each prompt with its latest
     observation masked. ``seats`` says who plays those that are not the policy's."""
-    limits, s = env_spec.limits, env_spec.settings
+    limits = env_spec.limits
     if env_spec.agent is not None:
         return agent_play(
             env_spec.try_make,
@@ -147,7 +147,6 @@ def make_play(
             renderer,
             sampling,
             limits,
-            s.agent_seconds,
             env_spec.columns,
             env_spec.paid_from,
         )

@@ -342,7 +342,8 @@ class EnvSpec:
     def limits(self) -> EpisodeLimits:
         s = self.settings
         turns = s.max_turns or turn_limit(self.env_class)
-        return EpisodeLimits(turns, s.context, s.env_seconds, s.history, calls=s.max_turns or AGENT_CALLS)
+        budget = (s.max_turns or AGENT_CALLS, s.agent_tokens, s.agent_seconds)
+        return EpisodeLimits(turns, s.context, s.env_seconds, s.history, *budget)
 
     @property
     def paid_from(self) -> float:

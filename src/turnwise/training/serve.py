@@ -226,7 +226,6 @@ class PolicyServer:
     sampling: Sampling
     limits: EpisodeLimits
     seed: int
-    seconds: float
     file: Path
     finished: list[EpisodeFacts] = field(default_factory=list)
     _numbers: Any = field(default_factory=count)
@@ -256,10 +255,10 @@ class PolicyServer:
     async def _play(self, sessions: Sessions, opened: OpenEpisode, name: Any) -> None:
         async def agent(episode: AgentEpisode) -> AgentOutcome:
             assert opened.outcome is not None
-            return await within(self.seconds, opened.outcome)
+            return await within(episode.limits.seconds, opened.outcome)
 
         try:
-            self._keep(await opened.episode.run(agent, None), name)
+            self._keep(await opened.episode.run(agent), name)
         finally:
             sessions.close(opened.key)
 
@@ -295,8 +294,8 @@ def serve_run(
     cache = engines.sampling_cache(settings, model)
     generator = engines.make_local_generator(settings, model, renderer, deterministic=False, cache=cache)
     sampling = build.sampling_settings(settings, settings.eval_temperature)
-    limits = EpisodeLimits(context=settings.context, calls=CALLS)
-    server = PolicyServer(generator, renderer, sampling, limits, settings.seed, seconds, Path(run) / FILE)
+    limits = EpisodeLimits(context=settings.context, calls=CALLS, seconds=seconds)
+    server = PolicyServer(generator, renderer, sampling, limits, settings.seed, Path(run) / FILE)
 
     async def serve() -> None:
         loop, stopped = asyncio.get_running_loop(), until_stopped()

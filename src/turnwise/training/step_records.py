@@ -218,6 +218,11 @@ def _limits(trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_token
         "truncated/turns_by_max_tokens": by_tokens / m,
         "truncated/episodes_by_context": by_context / n,
         "truncated/episodes_by_max_turns": sum(t.limit == Limit.TURNS for t in trajectories) / n,
+        **{
+            f"truncated/episodes_by_agent_{limit}": cut / n
+            for limit in (Limit.TOKENS, Limit.SECONDS)
+            if (cut := sum(t.limit == limit for t in trajectories))
+        },
     }
 
 
