@@ -17,7 +17,7 @@ from turnwise.core.signals import Signal
 from turnwise.engines.attention_interface import use_eager_attention
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.model_runner import StockRunner
-from turnwise.engines.learner import packed_forward
+from turnwise.engines.learner import packed_forward, policy_check
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import same_policy
 from turnwise.errors import SettingError
@@ -91,6 +91,49 @@ def test_a_model_that_is_causal_only_with_its_mask_gets_it(monkeypatch):
     assert (long - short).abs().max() > 1e-2
     trajectories = play(LocalGenerator(copy.deepcopy(model), slots=8, context=64, stop_ids=(2,)))
     assert same_policy(LocalLearner(copy.deepcopy(model), LearnerSettings()), trajectories, 1e-4).max < 1e-3
+
+
+LONG = [[(7 * i + n) % 30 + 3 for i in range(24)] for n in range(4)]  # prompts that are longer than the fault below begins
+
+
+def sampled_with(model):
+    """The runner that was chosen, and the run's own check of long dialogues that it samples, as for step 1."""
+    generator = LocalGenerator(copy.deepcopy(model), slots=8, context=64, stop_ids=())
+    trajectories = asyncio.run(policy_check.sample(generator, LONG, 0))
+    return generator.model_runner, same_policy(LocalLearner(copy.deepcopy(model), LearnerSettings()), trajectories)
+
+
+def test_a_mask_that_is_left_out_of_long_dialogues_only_is_noticed_at_construction(monkeypatch):
+    from transformers.models.doge import modeling_doge
+
+    make = modeling_doge.create_causal_mask
+
+    def unless_long(config, **rest):
+        long = rest["inputs_embeds"].shape[1] > 16 if rest.get("inputs_embeds") is not None else True
+        return None if config._attn_implementation == "sdpa" and long else make(config=config, **rest)
+
+    monkeypatch.setattr(modeling_doge, "create_causal_mask", unless_long)
+    runner, report = sampled_with(make_family("Doge"))
+    assert runner.model.config._attn_implementation == "eager" and report.mean < 1e-4
+
+
+# the second shift is below a thousandth of the largest logit, and above the run's tolerance
+@pytest.mark.parametrize("shift", [0.5, 0.003])
+def test_a_cache_that_is_wrong_in_long_dialogues_only_is_not_used(monkeypatch, shift):
+    from transformers.models.doge import modeling_doge
+
+    forward = modeling_doge.DogeForCausalLM.forward
+
+    def wrong_when_long(self, *args, past_key_values=None, **rest):
+        out = forward(self, *args, past_key_values=past_key_values, **rest)
+        out.logits = out.logits + 100.0  # a constant, which no policy depends on and a relative error does
+        if past_key_values is not None and past_key_values.get_seq_length() > 16:
+            out.logits[..., ::2] += shift
+        return out
+
+    monkeypatch.setattr(modeling_doge.DogeForCausalLM, "forward", wrong_when_long)
+    runner, report = sampled_with(make_family("Doge"))
+    assert not runner.cached and report.mean < 1e-4
 
 
 def test_at_least_forty_families_are_served():

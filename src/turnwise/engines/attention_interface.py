@@ -77,6 +77,18 @@ def use_eager_attention(model: PreTrainedModel) -> None:
 
 
 @contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, attention as the learner computes it; afterwards the model's own again."""
+    before = model.config._attn_implementation
+    use_eager_attention(model)
+    try:
+        yield
+    finally:
+        with suppress(ValueError, AttributeError, KeyError), _quiet():
+            model.set_attn_implementation(before)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     level = logging.get_verbosity()
     logging.set_verbosity_error()

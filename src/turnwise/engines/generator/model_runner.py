@@ -24,18 +24,20 @@ from transformers import PreTrainedModel
 
 from turnwise.engines import compat
 from turnwise.engines.adapters import AdaptedWeights
-from turnwise.engines.attention_interface import LayerProbe, install_attention, use_eager_attention
+from turnwise.engines.attention_interface import LayerProbe, eager_attention, install_attention, use_eager_attention
 from turnwise.engines.experts import EAGER, as_rows, attach_routing, expert_configs, using
 from turnwise.engines.generator.attention_layouts import DecodeLayout, PrefillChunk, PrefillLayout
 from turnwise.engines.generator.cuda_graphs import MIXTURES, GraphDecoder, MixtureDecoder, RouteCache, Span
 from turnwise.engines.generator.kv_cache import CacheChoice, CacheTooSmall, RowCache
 from turnwise.engines.generator.llama_decoder import LlamaDecoder
 from turnwise.engines.kernels.dispatch import decode_ops, limit_host_threads
+from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES
 from turnwise.errors import SettingError
 
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 12  # tokens that verify a decode path ...
+STOCK_PROBE_TOKENS = 48  # of a model's own forward, which may be right for short dialogues only
 MIN_CONTEXT = 4  # ... and the shortest context in which that is meaningful
 HALF_TOLERANCE = 0.05  # of the largest logit, for a decoder in half precision; more where the stock forward itself ...
 ROUNDING_FACTOR, MAX_TOLERANCE = 4.0, 0.2  # ... differs more between two orders of summation. A bug is off by far more
@@ -348,13 +350,17 @@ class StockRunner:
         self._prefixes: list[Ids] = []
         self.routing = attach_routing(self.model)
         self._routes: dict[int, Tensor] = {}  # of the running rows, [positions, experts]
-        size, length = self.model.config.get_text_config().vocab_size, min(8, context)
+        size, length = self.model.config.get_text_config().vocab_size, min(STOCK_PROBE_TOKENS, context)
         ids = torch.randint(0, size, (2, length), generator=torch.Generator().manual_seed(0))
-        if not self._is_causal(ids[:1].to(device)):
-            # Some fused kernels read a missing mask as "causal", and a model that adds a bias of its own to the mask (Doge
-            # in Transformers 5.17) turns that into "sees everything". The eager implementation always gets the mask.
-            use_eager_attention(self.model)
-        self.cached = self._cache_is_exact(*map(tuple, ids.tolist()))
+        with torch.inference_mode():
+            a, b = (tuple(row) for row in ids.tolist())
+            with eager_attention(self.model):
+                reference = self._run([a, b], use_cache=False)[0].logits  # as the learner computes
+            if not self._agrees(self._run([a, b], use_cache=False)[0].logits, reference):
+                # Some fused kernels read a missing mask as "causal", and a model that adds a bias of its own to the mask (Doge
+                # in Transformers 5.17) turns that into "sees everything". The eager implementation always gets the mask.
+                use_eager_attention(self.model)
+            self.cached = self._cache_is_exact(a, b, reference)
         log.info("generator decodes %s with: %s", type(self.model).__name__, self.describe())
 
     def describe(self) -> str:
@@ -439,34 +445,36 @@ class StockRunner:
 
     # ------------------------------------------------------------------ verification
 
-    @torch.inference_mode()
-    def _is_causal(self, ids: Tensor) -> bool:
-        """Whether the logits of a prefix stay the same when ids follow it."""
-        whole, prefix = (self.model(input_ids=part, use_cache=False).logits for part in (ids, ids[:, :-2]))
-        return bool((whole[:, :-2] - prefix).abs().max() <= self._tolerance * (1e-6 + prefix.abs().max()))
+    def _agrees(self, logits: Tensor, expected: Tensor) -> bool:
+        """Whether a run would take the two [..., V] for one policy: by the largest error, relative to the largest logit, and by
+        what the policy check measures, the mean difference of log-probabilities of tokens that the policy samples."""
+        dtype = self.kv_cache.dtype
+        # of the largest logit: rounding differs between shapes, and half precision rounds coarsely
+        largest = 1e-3 if dtype in (torch.float32, torch.float64) else 0.05
+        off = (logits - expected).abs().max() / (1e-6 + expected.abs().max())
+        logp, reference = logits.float().log_softmax(-1), expected.float().log_softmax(-1)
+        mean = (reference.exp() * (logp - reference).abs()).sum(-1).mean()
+        return bool(off <= largest and mean <= TOLERANCES.get(dtype, TOLERANCE))
 
-    @property
-    def _tolerance(self) -> float:
-        """Of the largest logit: rounding differs between shapes, and half precision rounds coarsely."""
-        return 1e-3 if self.kv_cache.dtype in (torch.float32, torch.float64) else 0.05
-
-    @torch.inference_mode()
-    def _cache_is_exact(self, a: Ids, b: Ids) -> bool:
-        """Whether decoding with the model's own cache, in rows that split and repeat, gives the logits of plain reading."""
+    def _cache_is_exact(self, a: Ids, b: Ids, reference: Tensor) -> bool:
+        """Whether decoding with the model's own cache, token by token and in rows that split and repeat, gives the logits of
+        plain reading. ``reference``: of ``a`` and ``b``, [2, L, V]."""
         self.cached = True
         try:
-            errors = []
-            for rows in ([a[:-2], b[:-2]], [a[:-1], b[:-1]], [b, (*a[:-1], 0), b]):
-                logits = self._next_logits([row[:-1] for row in rows], [row[-1] for row in rows])
-                expected = self._run(rows, use_cache=False)[0].logits[:, -1]
-                errors.append(float((logits - expected).abs().max() / (1e-6 + expected.abs().max())))
+            steps = []
+            for n in range(max(1, len(a) // 2), len(a)):
+                steps.append(self._next_logits([a[: n - 1], b[: n - 1]], [a[n - 1], b[n - 1]]))
+            exact = self._agrees(torch.stack(steps, 1), reference[:, -len(steps) - 1 : -1])
+            rows = [b, (*a[:-1], 0), b]
+            logits = self._next_logits([row[:-1] for row in rows], [row[-1] for row in rows])
+            exact = exact and self._agrees(logits, self._run(rows, use_cache=False)[0].logits[:, -1])
         except UNSERVED as fault:
             name = type(fault).__name__
             log.warning("%s decodes without its cache, which is slow: %s: %s", type(self.model).__name__, name, fault)
             return False
         finally:
             self._caches = []
-        return max(errors) <= self._tolerance
+        return exact
 
 
 Runner = ModelRunner | StockRunner
