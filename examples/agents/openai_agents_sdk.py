@@ -2,9 +2,10 @@
 protocol.
 
     pip install 'turnwise-rl[agents]' openai-agents
-    turnwise train --env calculator --agent examples/agents/openai_agents_sdk.py:solve
+    turnwise train --data tasks.jsonl --agent examples/agents/openai_agents_sdk.py:solve
 """
 
+import notes
 from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from agents.exceptions import AgentsException
 from openai import AsyncOpenAI
@@ -14,14 +15,14 @@ set_tracing_disabled(True)
 
 async def solve(task, client):
     @function_tool
-    async def python(code: str) -> str:
-        """Run Python and see what it prints."""
-        return await task.call_tool("python", code=code)
+    def search(query: str) -> str:
+        """find notes"""
+        return notes.search(task.row, query)
 
     model = OpenAIResponsesModel("policy", AsyncOpenAI(base_url=client.base_url, api_key=client.api_key))
-    agent = Agent("calculator", model=model, tools=[python])
+    agent = Agent("reader", model=model, tools=[search])
     try:
-        result = await Runner.run(agent, task.prompt, max_turns=5)
+        result = await Runner.run(agent, task.prompt, max_turns=notes.MOST_CALLS)
     except AgentsException:  # an unknown tool, or too many turns: the agent's own failure
-        return {"reward": 0.0, "success": False}
-    return await task.answer(result.final_output)
+        return False
+    return notes.is_right(task.row, result.final_output)

@@ -3,6 +3,7 @@ its calls. The full runs are in ``docs/agents.md``."""
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -16,31 +17,46 @@ FOLDER = Path(__file__).parent.parent.parent / "examples" / "agents"
 pytestmark = pytest.mark.integration
 
 
+ROW = {
+    "prompt": "what is the seat of zelo?",
+    "notes": ["the seat of zelo is mika."],
+    "answer": '<tool_call>{"name": "search", "arguments": {"query": "seat of zelo"}}</tool_call>',
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "package", "exact"),
+    ("example", "packages", "exact"),
     [
-        ("openai_client", "openai", True),
-        ("anthropic_client", "anthropic", True),
-        ("openai_agents_sdk", "agents", True),
-        ("langgraph_react", "langgraph", True),
-        ("smolagents_tools", "smolagents", False),
+        ("openai_client", ("openai",), True),
+        ("openai_stream", ("openai",), True),
+        ("openai_responses", ("openai",), True),
+        ("anthropic_client", ("anthropic",), True),
+        ("openai_agents_sdk", ("agents",), True),
+        ("langgraph_react", ("langgraph", "langchain_openai"), True),
+        ("pydantic_ai_agent", ("pydantic_ai", "openai"), True),
+        ("agno_agent", ("agno", "openai"), True),
+        ("smolagents_tools", ("smolagents",), False),
     ],
 )  # fmt: skip
-def test_an_agent_of_another_package_trains_with_its_code_unchanged(example, package, exact, tmp_path):
-    for name in ("starlette", "uvicorn", package):
+def test_an_agent_of_another_package_trains_with_its_code_unchanged(example, packages, exact, tmp_path):
+    for name in ("starlette", "uvicorn", *packages):
         pytest.importorskip(name)
-    if example == "langgraph_react":
-        pytest.importorskip("langchain_openai")
-    small = {**SMALL, "steps": 1, "eval_tasks": 2, "cold_steps": 30, "groups": 1, "group_size": 4}
-    small |= {"max_tokens": 40, "context": 700}
+    small = {**SMALL, "steps": 1, "eval_tasks": 2, "cold_steps": 40, "groups": 1, "group_size": 4}
+    small |= {"max_tokens": 64, "context": 900, "held_out_share": 0.5}
     agent = f"{FOLDER / example}.py:solve"
-    summary = api.train(env="calculator", agent=agent, out=str(tmp_path), name="x", **small)
-    found = summary["exactness"]
-    assert found["episodes"] == 4 and found["unfinished"]["count"] == 0, found
+    if exact:  # their tasks are rows; what is imitated is a call of the tool, so every episode has later calls
+        rows = [{**ROW, "prompt": f"{ROW['prompt']} {n}"} for n in range(8)]
+        data = tmp_path / "tasks.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        summary = api.train(data=str(data), agent=agent, out=str(tmp_path), name="x", **small)
+    else:
+        summary = api.train(env="calculator", agent=agent, out=str(tmp_path), name="x", **small)
+    counted = summary["exactness"]
+    assert counted["episodes"] == 4 and counted["unfinished"]["count"] == 0, counted
     if exact:
         # None: after so short a start the policy may answer without a call, and then there are no later calls
-        assert found["continued_share"] in (None, 1.0) and not found["restarts"]
+        assert counted["continued_share"] in (None, 1.0) and not counted["restarts"]
 
 
 @pytest.mark.slow
