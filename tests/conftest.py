@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
+# servers write their tokens there, and child processes find them
+_STATE = tempfile.TemporaryDirectory(prefix="turnwise-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 from support.finished_runs import Finished, finished_run  # noqa: E402
 

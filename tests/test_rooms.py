@@ -45,7 +45,7 @@ MAY_IMPORT = {  # room: rooms below it, or single files of a room ("data.replay"
     "store observe evaluation",
     "bench": f"{CORE} recipes engines models environments training",
     "inspector": f"{CORE} config algebra credit recipes checks environments rollout data store observe evaluation models engines "
-    "integrations training",
+    "integrations training workers.tokens serve.server serve.front",
     "cli": f"__init__ {CORE} config recipes checks environments observe rollout data store models training bench inspector",
     "__main__": "cli",
 }

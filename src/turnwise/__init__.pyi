@@ -101,7 +101,7 @@ def train(
     slots: int = 256,  # dialogues in the KV cache at the same time
     rollout_dtype: Literal['auto', 'float32', 'bfloat16', 'float16', 'fp8'] = 'auto',  # precision of rollouts: float32, bfloat16, float16, fp8, or auto: that of the learner
     generator: tuple[str, ...] = (),  # where to sample: addresses of servers (`turnwise serve`, `vllm serve`), http://HOST:PORT, or local: a process of its own on the same device; empty: this process
-    generator_key_env: str = '',  # environment variable that holds the token of these servers; empty: none
+    generator_key_env: str = '',  # environment variable that holds these servers' token; one on this machine needs none
     generator_seconds: float = 30.0,  # seconds of silence after which a generator server is given up
     generator_weights: str = '',  # how weights reach servers: by a folder that both see, or to vLLM by nccl (GPU to GPU) or ipc (within one GPU); empty: by shared memory of this machine
     lr: float = 0.0003,  # learning rate

@@ -19,12 +19,16 @@ from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import CallRefused
 from turnwise.serve.generate_api import read_call, reply_body, version_spans
 from turnwise.serve.server import listen_on
+from turnwise.workers.tokens import find_token
+
+JSON = {"Content-Type": "application/json"}
 
 
-def ask(url, path, body=None, token=""):
-    """Status and JSON of a reply. ``body`` bytes are sent as they are."""
+def ask(url, path, body=None, token=None):
+    """Status and JSON of a reply. ``body`` bytes are sent as they are. Without ``token``, the one that the server wrote."""
+    token = find_token(url) if token is None else token
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(url + path, data, {**JSON, "Authorization": f"Bearer {token}"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=60) as reply:
@@ -140,7 +144,8 @@ def test_mistakes_are_answered_with_a_status_and_words(server, path, body, statu
 
 
 def test_a_body_that_is_too_long_is_not_read(server):
-    request = urllib.request.Request(server.url + "/update_weights", b"x", {"Content-Length": str(1 << 40)})
+    request = urllib.request.Request(server.url + "/update_weights", b"x", {**JSON, "Content-Length": str(1 << 40)})
+    request.add_header("Authorization", f"Bearer {find_token(server.url)}")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
     assert refused.value.code == 413
@@ -203,9 +208,9 @@ def test_dialogues_are_changed_in_order_and_a_repeated_message_only_once(server)
 
 def test_a_token_guards_all_but_health():
     with served(token="secret") as server:
-        assert ask(server.url, "/health")[0] == 200
+        assert ask(server.url, "/health", token="")[0] == 200
         for path in ("/v1/models", "/turnwise/v1/info", "/weight_info"):
-            assert ask(server.url, path)[0] == 401
+            assert ask(server.url, path, token="")[0] == 401
             assert ask(server.url, path, token="wrong")[0] == 401
             assert ask(server.url, path, token="secret")[0] == 200
 

@@ -144,8 +144,8 @@ def test_slow_and_vanishing_clients_hold_up_nobody_and_lose_nothing():
         body = b'{"messages": [{"role": "user", "content": "a"}], "stream": true}'
 
         def request(key, length):
-            head = f"POST /s/{key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
-            return f"{head}Connection: close\r\n\r\n".encode()
+            head = f"POST /s/{key}/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n"
+            return f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode()
 
         async with serving(sessions) as endpoint:
             host, port = endpoint.url.removeprefix("http://").split(":")

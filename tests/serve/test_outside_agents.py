@@ -24,6 +24,7 @@ from turnwise.serve.server import EndpointHost, listen_on, read_address
 from turnwise.serve.sessions import Sessions
 from turnwise.training import api
 from turnwise.training.serve import serve_run
+from turnwise.workers.tokens import find_token
 
 pytest.importorskip("uvicorn")
 
@@ -32,9 +33,10 @@ from turnwise.serve.app import make_app
 pytestmark = pytest.mark.integration
 
 
-def post(url, body=None, headers=None):
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+def post(url, body=None):
+    """The reply to a client that has the token of a server on this machine, if it wrote one."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {find_token(url)}"}
+    request = urllib.request.Request(url, json.dumps(body or {}).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as reply:
         return json.load(reply)
 

@@ -19,9 +19,10 @@ from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.remote_generator import PolicyProbe, RemoteGenerator
 from turnwise.engines.remote.replica import RemoteLimits, Replica
 from turnwise.engines.remote.weight_files import WeightFolder, read_weights
-from turnwise.serve.app import make_generate_app
+from turnwise.serve.app import generate_front
 from turnwise.serve.policy_host import HostLimits, PolicyHost
 from turnwise.serve.server import listen_on, serve_app, url_of
+from turnwise.workers.tokens import new_token, write_token
 
 LIMITS = RemoteLimits(slots=4, context=128, stop_ids=(), deterministic=True, threads=1)
 SAMPLING = Sampling(max_tokens=12)
@@ -55,13 +56,18 @@ class RunningServer:
 @contextlib.contextmanager
 def served(model=None, token="", decode=None, wrap=lambda app: app, port=0, own_host=None, **options):
     """A server for ``model`` until the context ends. ``wrap`` may put something in front of the application. ``own_host`` makes
-    another host than that of a small model."""
+    another host than that of a small model. Without ``token`` there is one that clients of this machine find."""
     listener, ready, out = listen_on("127.0.0.1", port), threading.Event(), []
+    if not token:
+        token = new_token()
+        write_token(listener.getsockname()[1], token)
 
     host = own_host() if own_host else make_host(model or make(), decode, **options)
 
     async def serve():
-        task = asyncio.ensure_future(serve_app(listener, wrap(make_generate_app(host, token))))
+        front = generate_front(host, token)
+        front.app = wrap(front.app)
+        task = asyncio.ensure_future(serve_app(listener, front, "", token))
         out.append(RunningServer(url_of(listener), host, asyncio.get_running_loop(), task))
         ready.set()
         with contextlib.suppress(asyncio.CancelledError):

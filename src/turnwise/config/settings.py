@@ -223,7 +223,9 @@ class RolloutSection:
         "where to sample: addresses of servers (`turnwise serve`, `vllm serve`), http://HOST:PORT, or local: a process of its "
         "own on the same device; empty: this process",
     )
-    generator_key_env: str = setting("", "environment variable that holds the token of these servers; empty: none")
+    generator_key_env: str = setting(
+        "", "environment variable that holds these servers' token; one on this machine needs none"
+    )
     generator_seconds: Seconds = setting(30.0, "seconds of silence after which a generator server is given up")
     generator_weights: str = setting(
         "",

@@ -20,8 +20,9 @@ from turnwise.core.records import Completion, Limit, Message, Sampling, Status, 
 from turnwise.errors import EnvironmentFault, RenderError
 from turnwise.rollout.conversion import AS_JSON, as_field
 from turnwise.rollout.episode import EpisodeLimits, sampled_turn
-from turnwise.rollout.lineage import OPENING, SAME_TOKENS, Lineage, Placement, canonical
+from turnwise.rollout.lineage import OPENING, SAME_TOKENS, Lineage, Placement, canonical, message_text
 from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.token_codec import LONG_TEXT
 
 Result = TypeVar("Result")
 MAX_REWARD = 3.4e38  # rewards are float32 on a batch
@@ -29,6 +30,7 @@ NO_REWARD = (
     "the agent did not say what its episode was worth; let it return a number, True or False (a command prints it), act with "
     "task.step where --env pays, or write --reward FUNCTION"
 )
+OVERFLOW = "context_length_exceeded"  # the code of a call whose messages leave no room
 DIFFERENCE = "agent/differs/"  # facts that hold the first differing token of a cause
 ENDED_BY = "agent/ended_by"  # the fact that holds the code of the refused call that ended the episode
 
@@ -173,17 +175,31 @@ class AgentEpisode:
             if not self.ended and refusal.code != "cancelled":  # which the run does, not the agent
                 self.refusals[refusal.code] += 1
                 self.refusal = refusal
+                if refusal.code == OVERFLOW:  # counting tokens meets it, too, and ends nothing
+                    self.cut(Limit.CONTEXT, str(refusal))
             raise
 
-    def count_tokens(self, request: CallRequest) -> int:
+    async def count_tokens(self, request: CallRequest) -> int:
         """How many ids the messages take; nothing is sampled."""
-        return len(self._place(request).dialogue.ids)
+        return len((await self._place(request)).dialogue.ids)
 
-    def _place(self, request: CallRequest) -> Placement:
+    async def _place(self, request: CallRequest) -> Placement:
+        """Messages that cannot fit are refused before they are encoded; long ones are encoded while other episodes go on."""
+        # what the policy said itself is left out: templates may, too
+        size = sum(len(message_text(message)) for message in request.messages if message["role"] != "assistant")
+        if size > self.limits.context * self.renderer.longest_token:
+            raise self._overflow()
         try:
+            if size > LONG_TEXT:
+                return await asyncio.to_thread(self.lineage.place, request.messages, request.tools)
             return self.lineage.place(request.messages, request.tools)
         except RenderError as fault:
             raise CallRefused("invalid_messages", str(fault)) from fault
+
+    def _overflow(self) -> CallRefused:
+        # the same words for every episode: they are counted by their text
+        words = f"the messages leave no room in the context window of {self.limits.context} tokens (--context)"
+        return CallRefused(OVERFLOW, words)
 
     async def _answer(self, request: CallRequest) -> CallReply:
         if self.ended:
@@ -194,13 +210,9 @@ class AgentEpisode:
         left = (self.limits.tokens or math.inf) - sum(len(turn.tokens) for turn in self.turns)
         if left < 1:
             raise self.cut(Limit.TOKENS, self._spent, "token_limit")
-        placement = self._place(request)
-        prompt = len(placement.dialogue.ids)
-        room = self.limits.context - prompt
-        if room < 1:
-            # the same words for every episode: they are counted by their text
-            words = f"the messages leave no room in the context window of {self.limits.context} tokens (--context)"
-            raise self.cut(Limit.CONTEXT, words, "context_length_exceeded")
+        placement = await self._place(request)
+        if len(placement.dialogue.ids) >= self.limits.context:
+            raise self._overflow()
         most = int(min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens, left))
         sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *request.stop))
         completion = await self.session.generate(placement.dialogue.ids, sampling)

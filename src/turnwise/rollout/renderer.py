@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -142,7 +143,7 @@ class Renderer:
 
     def _opening(self, messages: list[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """Text and ids of a first prompt, rendered once for all trajectories of a group; the latest entry is searched first."""
-        for cached, cached_tools, text, ids in self._openings:
+        for cached, cached_tools, text, ids in tuple(self._openings):  # long prompts are rendered in threads
             if cached == messages and cached_tools == tools:
                 return text, ids
         text = self._text(messages, tools, True)
@@ -264,6 +265,11 @@ class Renderer:
         except RenderError:  # the template refuses this plain dialogue: nothing can be said about it
             return True
         return not dialogue.restarted
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least its length over this number of ids."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
         return list(self._encode(text))

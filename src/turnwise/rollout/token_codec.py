@@ -15,6 +15,7 @@ from typing import Any
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], tuple[int, ...]]
 CACHED_TEXTS = 4096
+LONG_TEXT = 16_384  # characters; about ten milliseconds
 PROBES = 64  # runs of ids on which a byte table must agree with its tokenizer before it is used
 
 
@@ -41,6 +42,8 @@ def fast_encoder(tokenizer: Any) -> Encode:
         # ``tokenizer.encode`` first resets truncation and padding, and encodes a batch of one
         if backend is None or backend.truncation or backend.padding or tokenizer.split_special_tokens:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
+        if len(text) > LONG_TEXT:  # of a batch, other threads go on meanwhile: ``encode`` holds the interpreter's lock
+            return tuple(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return tuple(backend.encode(text, add_special_tokens=False).ids)
 
     probe = "a 1\nb <|c|> é  d"

@@ -93,7 +93,8 @@ class ExternalAgent:
         endpoint = self._host.endpoint(loop)
         if self._loop is not loop:
             self._loop = loop
-            self._announce(f"endpoint: {endpoint.url}; agents take episodes with POST {endpoint.url}/sessions")
+            key = endpoint.announce_key(self._host.token)
+            self._announce(f"endpoint: {endpoint.url}; agents take episodes with POST {endpoint.url}/sessions; {key}")
         opened = endpoint.sessions.open(episode, awaits_reward=True, task=task, offered=True)
         episode.session.park()  # nobody knows when an agent comes: the generator must not wait for it
         try:

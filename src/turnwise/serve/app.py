@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,10 +30,12 @@ from starlette.routing import Route
 
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_episode import CallRefused, read_outcome
+from turnwise.serve.front import Front, key_of, refused
 from turnwise.serve.generate_api import GenerateApi
 from turnwise.serve.policy_host import PolicyHost
 from turnwise.serve.sessions import OpenEpisode, Sessions
-from turnwise.serve.wires import CHAT, MESSAGES, RESPONSES, STATUS, Wire, behind, check, keep_history, read_assistant
+from turnwise.serve.wires import CHAT, MESSAGES, RESPONSES, Wire, behind, check, keep_history, read_assistant
+from turnwise.workers.tokens import same_token
 
 MAX_BODY = 16 << 20  # bytes of a request
 MAX_WAIT = 60.0  # seconds that a request for an episode may wait
@@ -51,7 +52,7 @@ class Api:
     def opened(self, request: Request) -> Iterator[OpenEpisode]:
         """The session that a request belongs to. One that was made for this request alone ends with it."""
         count = len(self.sessions)
-        opened = self.sessions.find(_key(request))
+        opened = self.sessions.find(key_of(request))
         single = len(self.sessions) > count
         try:
             yield opened
@@ -64,7 +65,7 @@ class Api:
     def calls(self, wire: Wire) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             body, raw = await read_body(request)
-            with self.sessions.counting_refusals(_key(request)):
+            with self.sessions.counting_refusals(key_of(request)):
                 call = wire.read_request(body)  # what cannot be read is refused whoever asks
             retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             with self.opened(request) as opened:
@@ -91,7 +92,7 @@ class Api:
             body, _ = await read_body(request)
             call = wire.read_request(body)
             with self.opened(request) as opened:
-                return JSONResponse({"object": name, "input_tokens": opened.episode.count_tokens(call)})
+                return JSONResponse({"object": name, "input_tokens": await opened.episode.count_tokens(call)})
 
         return count
 
@@ -99,7 +100,7 @@ class Api:
     async def take(self, request: Request) -> Response:
         """Open a session: an episode that a run offers, or a new one."""
         wrong = "the token of this endpoint is missing or wrong"
-        check(self.sessions.admits(_key(request)), wrong, code="invalid_api_key")
+        check(self.sessions.admits(key_of(request)), wrong, code="invalid_api_key")
         body, _ = await read_body(request, empty=True)
         wait = body.get("wait", 0)
         usable = type(wait) in (int, float) and 0 <= wait <= MAX_WAIT
@@ -152,13 +153,8 @@ def make_app(sessions: Sessions, max_waiting: int = 4096) -> Starlette:
         )
     ]
     routes += [Route("/s/{key}", api.abandon, methods=["DELETE"]), Route("/sessions", api.take, methods=["POST"])]
-    handlers: Mapping[Any, Any] = {CallRefused: _refused, EnvironmentFault: _refused, ClientDisconnect: _gone}
-    return Starlette(routes=routes, exception_handlers={**handlers, 404: _refused, 405: _refused})
-
-
-def _key(request: Request) -> str:
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    return str(request.path_params.get("key") or request.headers.get("x-api-key") or bearer)
+    handlers: Mapping[Any, Any] = {CallRefused: refused, EnvironmentFault: refused, ClientDisconnect: _gone}
+    return Starlette(routes=routes, exception_handlers={**handlers, 404: refused, 405: refused})
 
 
 async def read_body(request: Request, empty: bool = False) -> tuple[dict[str, Any], bytes]:
@@ -181,19 +177,6 @@ async def read_body(request: Request, empty: bool = False) -> tuple[dict[str, An
     return value, bytes(received)
 
 
-async def _refused(request: Request, fault: Any) -> Response:
-    """A refusal of ours, or Starlette's of a path or method that it does not know."""
-    code, text = getattr(fault, "code", "invalid_request"), str(fault)
-    if status := getattr(fault, "status_code", 0):
-        paths = "known: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /sessions, /step, /reward"
-        code, text = "not_found", f"no {request.method} {request.url.path[:80]}; {paths}"
-    # in the format of the client, as far as the path shows it
-    wire = MESSAGES if "/v1/messages" in request.url.path else CHAT
-    # stock clients repeat a call that gets 409, with pauses; what we refuse, we refuse again
-    again = {} if code in ("busy", "stuck") else {"x-should-retry": "false"}
-    return JSONResponse(wire.error_body(code, text), status_code=status or STATUS.get(code, 400), headers=again)
-
-
 async def _gone(request: Request, fault: Exception) -> Response:
     return Response(status_code=499)
 
@@ -201,14 +184,11 @@ async def _gone(request: Request, fault: Exception) -> Response:
 # ------------------------------------------------------------------- generator
 
 
-def make_generate_app(host: PolicyHost, token: str = "") -> Starlette:
-    """A generator server over ``host``. All but ``/health`` needs the token, if there is one."""
+def make_generate_app(host: PolicyHost) -> Starlette:
+    """A generator server over ``host``."""
     api = GenerateApi(host)
 
     async def answer(request: Request) -> Response:
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        admitted = not token or hmac.compare_digest(bearer.encode(), token.encode()) or request.url.path == "/health"
-        check(admitted, "the token of this server is missing or wrong", code="invalid_api_key")
         # of a GET, too: what comes behind the body says that the client is gone
         body, _ = await read_body(request, empty=True)
         reply = asyncio.ensure_future(api.answer(request.method, request.url.path, {**body, **request.query_params}))
@@ -224,5 +204,22 @@ def make_generate_app(host: PolicyHost, token: str = "") -> Starlette:
                 task.cancel()
 
     routes = [Route("/{path:path}", answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])]
-    handlers: Mapping[Any, Any] = {CallRefused: _refused, ClientDisconnect: _gone}
+    handlers: Mapping[Any, Any] = {CallRefused: refused, ClientDisconnect: _gone}
     return Starlette(routes=routes, exception_handlers=handlers)
+
+
+# ------------------------------------------------------------------- fronts
+
+
+def session_front(sessions: Sessions) -> Front:
+    """The endpoint over ``sessions``. A key that was given with an episode opens that one; the token, what the server offers."""
+    return Front(make_app(sessions), lambda request: sessions.knows(key_of(request)))
+
+
+def generate_front(host: PolicyHost, token: str) -> Front:
+    """A generator server over ``host``. All but ``/health``, which schedulers ask, needs the token."""
+
+    def admits(request: Request) -> bool:
+        return request.url.path == "/health" or same_token(key_of(request), token)
+
+    return Front(make_generate_app(host), admits)

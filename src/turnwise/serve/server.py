@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from errno import EADDRINUSE
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_episode import AgentEpisode
 from turnwise.serve.sessions import Sessions
+from turnwise.workers.tokens import remove_token, write_token
+
+if TYPE_CHECKING:
+    from turnwise.serve.front import Front  # imports Starlette, which is optional
 
 STOP_SECONDS = 5.0
 KEEP_ALIVE = 120  # seconds: tools of agents take longer than the five that servers allow by default
@@ -29,6 +34,13 @@ class Endpoint:
     url: str
     sessions: Sessions
     stop: Callable[[], object] = lambda: None  # ends an endpoint that stays up, from any thread
+
+    def announce_key(self, chosen: str) -> str:
+        """What a person is told of the API key: a token that they did not choose, which is also written for their programs."""
+        if chosen:
+            return "API key: your token"
+        file = write_token(int(self.url.rpartition(":")[2]), self.sessions.token)
+        return f"API key: {self.sessions.token}" + (f" (also in {file})" if file else "")
 
     def environment(self, key: str) -> dict[str, str]:
         """The variables by which stock clients find their session."""
@@ -51,7 +63,7 @@ def read_address(address: str) -> tuple[str, int]:
 
 
 def listen_on(host: str, port: int, token: str = "") -> socket.socket:
-    """A listening socket; loopback only unless a token protects the endpoint."""
+    """A listening socket; loopback only unless the user chose a token: a new one would be of no use to other machines."""
     private = host == "localhost"
     with contextlib.suppress(ValueError):  # a name: it may mean any machine
         private = ipaddress.ip_address(host).is_loopback
@@ -64,7 +76,9 @@ def listen_on(host: str, port: int, token: str = "") -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     except (OSError, OverflowError) as fault:
         reason = "another process listens there" if getattr(fault, "errno", 0) == EADDRINUSE else fault
-        raise SettingError(f"the endpoint cannot listen on {host}:{port}: {reason}; choose another address") from fault
+        raise SettingError(
+            f"no server can listen on {host}:{port}: {reason}; choose another address or port"
+        ) from fault
     return listener
 
 
@@ -73,18 +87,23 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve_on(listener: socket.socket, sessions: Sessions) -> None:
-    from turnwise.serve.app import make_app
+async def serve_on(listener: socket.socket, sessions: Sessions, name: str) -> None:
+    from turnwise.serve.app import session_front
 
-    await serve_app(listener, make_app(sessions))
+    await serve_app(listener, session_front(sessions), name, sessions.token)
 
 
-async def serve_app(listener: socket.socket, app: Any) -> None:
-    """Serve an ASGI application until cancelled."""
+async def serve_app(listener: socket.socket, front: Front, name: str, token: str) -> None:
+    """Serve an application behind its front until cancelled. ``name``: the host that it was started with. Where ``token`` was
+    written for others on this machine, it is removed."""
     import uvicorn
 
-    quiet: Any = {"log_level": "error", "access_log": False, "lifespan": "off"}
-    config = uvicorn.Config(app, **quiet, timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE)
+    from turnwise.serve.front import NAMES_VARIABLE, arrival_limits, names_of
+
+    port = listener.getsockname()[1]
+    front.names |= names_of(listener, [name, *os.environ.get(NAMES_VARIABLE, "").split(",")])
+    quiet: Any = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none", "http": arrival_limits()}
+    config = uvicorn.Config(front, **quiet, timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE)
 
     class Quiet(uvicorn.Server):
         @contextlib.contextmanager
@@ -100,14 +119,14 @@ async def serve_app(listener: socket.socket, app: Any) -> None:
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(task, STOP_SECONDS)
         listener.close()
+        remove_token(port, token)
 
 
 @contextlib.asynccontextmanager
 async def serving(sessions: Sessions, host: str = LOOPBACK, port: int = 0, token: str = "") -> AsyncIterator[Endpoint]:
-    """Serve until the context ends. Port 0 takes a free one."""
-    sessions.token = token
+    """Serve until the context ends. Port 0 takes a free one. ``token``: the one that the user chose, which the sessions have."""
     listener = listen_on(host, port, token)
-    task = asyncio.create_task(serve_on(listener, sessions))
+    task = asyncio.create_task(serve_on(listener, sessions, host))
     try:
         yield Endpoint(url_of(listener), sessions)
     finally:
@@ -134,7 +153,7 @@ class EndpointHost:
             if self._loop is not loop or self._endpoint is None:
                 listener = listen_on(self.host, self.port, self.token)
                 self._loop, self._endpoint = loop, Endpoint(url_of(listener), Sessions(self.token))
-                start = partial(serve_on, listener, self._endpoint.sessions)
+                start = partial(serve_on, listener, self._endpoint.sessions, self.host)
                 # the event loop alone would let go of the task
                 loop.call_soon_threadsafe(lambda: setattr(self, "_task", asyncio.ensure_future(start())))
             return self._endpoint

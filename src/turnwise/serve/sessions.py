@@ -21,6 +21,7 @@ from turnwise.core.stateful import remember
 from turnwise.rollout.agent_client import AgentTask
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, CallRefused, CallReply, CallRequest
 from turnwise.serve.wires import check
+from turnwise.workers.tokens import new_token, same_token
 
 KEY_BYTES = 24
 ENDED = 10_000  # keys of ended episodes that are remembered, to say so
@@ -95,7 +96,7 @@ class OpenEpisode:
 
 
 class Sessions:
-    """The open episodes of a server. ``token``: what an agent must present to take an episode; empty: nothing.
+    """The open episodes of a server. ``token``: what an agent must present to take an episode; empty: a new one.
 
     ``opener`` makes an episode for an agent that asks for one (where the agents decide what is played); without it, agents take
     the episodes that a run offers. ``single`` makes an episode for one call of a client that opened no session."""
@@ -106,7 +107,7 @@ class Sessions:
         opener: Callable[[Sessions, Mapping[str, Any]], OpenEpisode] | None = None,
         single: Callable[[Sessions], OpenEpisode] | None = None,
     ) -> None:
-        self.token, self.opener, self.single = token, opener, single
+        self.token, self.opener, self.single = token or new_token(), opener, single
         self._open: dict[str, OpenEpisode] = {}
         self._ended: dict[str, None] = {}
         self._offered: deque[OpenEpisode] = deque()
@@ -159,7 +160,11 @@ class Sessions:
 
     def admits(self, token: str) -> bool:
         """Whether a token lets an agent in. Compared in constant time."""
-        return not self.token or secrets.compare_digest(token.encode(), self.token.encode())
+        return same_token(token, self.token)
+
+    def knows(self, key: str) -> bool:
+        """Whether a key means anything here: that of an open or ended episode, or the token."""
+        return key in self._open or key in self._ended or self.admits(key)
 
     def __len__(self) -> int:
         return len(self._open)

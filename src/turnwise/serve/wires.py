@@ -30,7 +30,7 @@ STATUS = {  # of a refusal, by its code; every other is 400
     "invalid_api_key": 401, "not_found": 404, "episode_ended": 409, "no_reward_expected": 409, "no_environment": 409,
     "abandoned": 409, "turn_limit": 409, "token_limit": 409, "not_owner": 409, "out_of_order": 409,
     "not_paused": 409, "no_update": 409, "no_base": 409, "in_use": 409, "body_too_large": 413,
-    "busy": 429, "cancelled": 499, "stuck": 503,
+    "busy": 429, "cancelled": 499, "stuck": 503, "foreign_page": 403, "unsupported_media_type": 415, "wrong_host": 421,
 }  # fmt: skip
 Body = dict[str, Any]
 Replies = Sequence[CallReply]

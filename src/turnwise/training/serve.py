@@ -48,6 +48,7 @@ from turnwise.training.refusals import check_device, check_model_name
 from turnwise.training.remote_generators import COMPARED, OF_TINY, vocabulary_digest
 from turnwise.workers.child import serve_concurrently
 from turnwise.workers.sockets import allow_many_files
+from turnwise.workers.tokens import new_token, write_token
 
 CALLS = 10_000  # of a session
 MAX_SESSIONS = 4096  # open at the same time
@@ -151,17 +152,22 @@ def _facts(settings: Settings, name: str, tokenizer: Any, model: Any, folder: Pa
 async def _serve_model(
     policy_host: PolicyHost, command: str, host: str, port: int, token: str, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    from turnwise.serve.app import make_generate_app  # late: imports starlette
+    from turnwise.serve.app import generate_front  # late: imports starlette
 
-    stopped = until_stopped()
+    stopped, secret = until_stopped(), token or new_token()
     listener = listen_on(host, port, token)
-    url = url_of(listener)
-    task = asyncio.create_task(serve_app(listener, make_generate_app(policy_host, token)))
+    url, port = url_of(listener), listener.getsockname()[1]
+    file = None if token else write_token(port, secret)
+    task = asyncio.create_task(serve_app(listener, generate_front(policy_host, secret), host, secret))
     tell(f"{policy_host.facts['model']} at {url} ({policy_host.generator.describe()})")
     reach = " --generator-key-env TURNWISE_ENDPOINT_TOKEN" if token else ""
-    port = listener.getsockname()[1]
     reached = f"http://{socket.gethostname()}:{port}" if host in EVERY_ADDRESS else url
     tell(f"train with it: {command} --generator {reached}{reach}")
+    if not token:
+        where = (
+            f"is in {file}, where runs of this user find it" if file else f"is {secret}; its file could not be written"
+        )
+        tell(f"its token {where}; other clients send it: Authorization: Bearer TOKEN")
     tell("Ctrl-C stops the server")
     try:
         await asyncio.wait([task, asyncio.ensure_future(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -300,8 +306,8 @@ def serve_run(
     async def serve() -> None:
         loop, stopped = asyncio.get_running_loop(), until_stopped()
         async with serving(server.sessions(token), host, port, token) as endpoint:
-            key = "your token" if token else "any"
-            tell(f"OPENAI_BASE_URL={endpoint.url}/v1   ANTHROPIC_BASE_URL={endpoint.url}   API key: {key}")
+            key = endpoint.announce_key(token)
+            tell(f"OPENAI_BASE_URL={endpoint.url}/v1   ANTHROPIC_BASE_URL={endpoint.url}   {key}")
             post = f"POST {endpoint.url}/sessions, then POST a reward"
             tell(f"sessions: {post}; finished ones are written to {server.file}")
             tell("Ctrl-C stops the endpoint")

@@ -181,6 +181,7 @@ class ServerFacts:
     answered: int
     version: int
     lost: str
+    paused: bool = False  # not by this run
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class RunParts:
 
     def servers(self) -> list[ServerFacts]:
         replicas = [r for engine in _engines(self.generator) for r in getattr(engine, "replicas", ())]
-        return [ServerFacts(r.url, r.sessions, r.owed, r.answered, r.version, r.lost) for r in replicas]
+        return [ServerFacts(r.url, r.sessions, r.owed, r.answered, r.version, r.lost, r.paused) for r in replicas]
 
     def ranks(self) -> list[RankFacts]:
         """The processes of a learner over several ranks, beside this one, which is rank 0."""
@@ -459,7 +460,8 @@ def suspects(moment: RunMoment, limit: float) -> list[Suspect]:
         seconds = moment.since.get(server.url, 0.0)
         if server.owed and not server.lost and seconds >= limit:
             owed = _count(server.owed, "reply", "replies")
-            text = f"generator server {server.url} has not answered for {seconds:.0f} s (it owes {owed})"
+            paused = "was paused by somebody else and " if server.paused else ""
+            text = f"generator server {server.url} {paused}has not answered for {seconds:.0f} s (it owes {owed})"
             stuck.append(Suspect(server.url, text))
     if publishing is not None and publishing.seconds >= limit:
         text = f"new weights have been published for {publishing.seconds:.0f} s"

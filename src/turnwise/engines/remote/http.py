@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from turnwise.errors import ServerFault, SettingError
 from turnwise.workers.sockets import keep_alive
+from turnwise.workers.tokens import find_token
 
 CONNECT_SECONDS = 2.0
 IDLE_SECONDS = 2.0  # after which a connection is not used again: servers close idle ones, some after five seconds
@@ -71,9 +72,14 @@ class ServerAddress:
         unset = f"the environment variable {key_variable} is not set; --{flag}-key-env reads the key from it"
         raise SettingError(unset if name else wanted)
 
+    @property
+    def token(self) -> str:
+        """The key; where the user named none, what a server of ours on this machine wrote for the runs of its user."""
+        return self.key or find_token(self.url)
+
     def hide(self, text: str) -> str:
         """``text`` without the key: a server may repeat it in its message."""
-        return text.replace(self.key, "***") if self.key else text
+        return text.replace(self.token, "***") if self.token else text
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,9 @@ class HttpPool:
     ) -> HttpReply:
         """``call``, in this thread. ``request``: one that was begun, so that another thread can break it."""
         request = request or self._begin()
-        headers = {**HEADERS, **({"Authorization": f"Bearer {self.address.key}"} if self.address.key else {})}
+        # read for each request: a server of ours that was started again has another one
+        key = self.address.token
+        headers = {**HEADERS, **({"Authorization": f"Bearer {key}"} if key else {})}
         connection, connected, keep = request.connection, False, False
         try:
             data = None if body is None else json.dumps(body).encode()

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 import uuid
 import weakref
 from collections import Counter
@@ -98,6 +99,8 @@ class Replica:
         self._numbers, self._asked = 0, itertools.count()
         self.owed = 0  # replies that the server has not sent yet
         self._watch: asyncio.Task[None] | None = None
+        self._updating = False  # this run has paused the server
+        self.paused = False  # somebody else has
 
     @property
     def process(self) -> int:
@@ -113,9 +116,11 @@ class Replica:
         async def look(path: str) -> tuple[int, Any]:
             reply = await self.pool.call(path, None, ASK_SECONDS)
             if reply.status in (401, 403):
-                what = "refuses the token" if self.address.key else "wants a token"
+                what = "refuses the token" if self.address.token else "wants a token"
                 key = "write --generator-key-env VARIABLE, the environment variable that holds the token it was started with"
                 raise SettingError(f"{flag}: the server {what}; {key}")
+            if reply.status == 421:  # a server of ours that does not go by this name; it says what to do
+                raise SettingError(f"{flag}: {error_text(reply.json(), reply.text())}")
             return reply.status, reply.json()
 
         try:
@@ -315,19 +320,41 @@ class Replica:
             self.owed -= 1
 
     async def _watch_health(self) -> None:
-        pause = min(HEALTH_SECONDS, self.seconds / 2)
+        pause, since, self.paused = min(HEALTH_SECONDS, self.seconds / 2), 0.0, False
         while self.lost in ("", NOT_CONNECTED):
             await asyncio.sleep(pause)
             if not self.owed:
                 return
             try:
                 reply = await self.pool.call("/health", None, self.seconds)
+                stopped = self._serves and await self._is_paused() and self._serves
+                since = (since or time.monotonic()) if stopped else 0.0
+                self._name_pause(time.monotonic() - since if since else 0.0, pause)
             except ServerFault as fault:
                 self.lose(f"it is dead or hangs: /health: {fault}")
                 return
             if reply.status != 200:
                 text = error_text(reply.json(), reply.text())
                 self.lose(f"its engine hangs: /health answers {reply.status}: {text}")
+
+    @property
+    def _serves(self) -> bool:
+        """Whether this run expects answers: it stops the server itself while it takes it or publishes."""
+        return not self._updating and not self.lost
+
+    async def _is_paused(self) -> bool:
+        value = (await self.pool.call("/is_paused", None, self.seconds)).json()
+        return isinstance(value, dict) and value.get("is_paused") is True
+
+    def _name_pause(self, seconds: float, least: float) -> None:
+        """Say that somebody else has paused the server, for ``seconds`` by now, and give it up in the end. Less than ``least``
+        was seen once alone, and may have been this run's publication."""
+        before, self.paused = self.paused, seconds >= least
+        if self.paused and not before:
+            again = f"it is given up after {self.seconds:g} s (--generator-seconds) unless it goes on: POST {self.url}/resume"
+            log.warning(f"the generator {self.url} was paused, and not by this run; {again}")
+        if seconds >= self.seconds:
+            self.lose(f"it was paused, and not by this run, for {seconds:.0f} s; let it go on: POST {self.url}/resume")
 
     # ----------------------------------------------------------------- weights
 
@@ -346,6 +373,19 @@ class Replica:
         if not self.takes_weights:
             lacks = "it takes adapters alone, and this run publishes all weights"
             raise self.lose(f"{lacks}; start it with {start_options(self.backend)}")
+        self._updating = True
+        try:
+            await self._load(files, version, weights)
+        finally:
+            self._updating = False
+        # a server may accept each call and still not have the weights: it says itself which ones it has
+        value = (await self._call("/weight_info", None, self.seconds)).json()
+        label = value.get("weight_version") if isinstance(value, dict) else None
+        if label != str(version):
+            raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
+        self.version, self.base = version, files[-1].base if files else ""
+
+    async def _load(self, files: Sequence[WeightFile], version: int, weights: Mapping[str, Tensor]) -> None:
         await self.post("/pause?mode=abort", self._owner, UPDATE_SECONDS)
         if files:
             await self.post("/start_weight_update", self._owner, UPDATE_SECONDS)
@@ -356,12 +396,6 @@ class Replica:
             assert self.device_weights is not None
             await self.device_weights.send(weights, version)
         await self.post("/resume", self._owner, UPDATE_SECONDS)
-        # a server may accept each call and still not have the weights: it says itself which ones it has
-        value = (await self._call("/weight_info", None, self.seconds)).json()
-        label = value.get("weight_version") if isinstance(value, dict) else None
-        if label != str(version):
-            raise self.lose(f"it has the weights {label!r:.40} after version {version} was published")
-        self.version, self.base = version, files[-1].base if files else ""
 
 
 # --------------------------------------------------------------------- adapters of vLLM

@@ -1,19 +1,17 @@
 """Serves the page on a loopback address until it is interrupted, prints one view as JSON, or writes one as a file.
 
 The server answers GET only, with one secret token, and shows nothing outside the runs it was given. A browser shows the token
-once in the first address; a cookie that scripts cannot read carries it afterwards. Requests with another host name are refused,
-so that a foreign page cannot reach the server through a name that points to this machine. Transcripts are text: every answer
-forbids scripts that are not this package's own file.
+once in the first address; a cookie that scripts cannot read carries it afterwards. It stands behind the front of all servers
+(``serve.front``), which refuses other host names and other pages. Transcripts are text: every answer forbids scripts that are
+not this package's own file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import hmac
 import json
 import re
-import secrets
-import socket
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -28,11 +26,12 @@ from turnwise.inspector.page.blocks import ViewPage, ViewQuery, as_json
 from turnwise.inspector.page.render import asset, render_error, render_export, render_page
 from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.queries import RunReader
+from turnwise.serve.server import LOOPBACK, listen_on, serve_app, url_of
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import runs as runs_in
+from turnwise.workers.tokens import new_token, same_token
 
 DEFAULT_FOLDER = "runs"
-LOOPBACK = "127.0.0.1"
 COOKIE = "turnwise-view"
 HEADERS = {
     # inline styles: the strength of a token's colour is a CSS variable of its element
@@ -43,7 +42,6 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-HOSTS = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 TYPES = {"style.css": "text/css", "page.js": "text/javascript"}
 
 
@@ -86,11 +84,13 @@ class InspectorApp:
     """All requests, as one class: which runs there are, who may read them, and what they get."""
 
     def __init__(self, runs: Sequence[RunReader], token: str = "") -> None:
-        self.runs, self.token = list(runs), token or secrets.token_urlsafe(24)
+        self.runs, self.token = list(runs), token or new_token()
 
     def application(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Route
+
+        from turnwise.serve.front import Front
 
         answers: dict[str, Callable[..., Any]] = {
             "/": self.index,
@@ -98,18 +98,19 @@ class InspectorApp:
             "/r/{run:int}/export/{view}": partial(self.page, export=True),
             "/r/{run:int}/{view}": self.page,
         }
-        return Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in answers.items()])
+        routes = [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
+        return Front(Starlette(routes=routes), self._admits, refuse=self._refuse)
 
     def index(self, request: Any) -> Any:
         """The first address: takes the token into a cookie, then leads to the first run."""
         from starlette.responses import RedirectResponse
 
-        if self._may_read(request, request.query_params.get("token", "")):
+        if "token" in request.query_params:
             # without the token in the address: it would stay in the browser's history
             answer = RedirectResponse("/", status_code=303, headers=HEADERS)
             answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path="/")
             return answer
-        return self._refuse(request) or RedirectResponse("/r/0/overview", status_code=303, headers=HEADERS)
+        return RedirectResponse("/r/0/overview", status_code=303, headers=HEADERS)
 
     def static(self, request: Any) -> Any:
         name = request.path_params["name"]
@@ -117,9 +118,6 @@ class InspectorApp:
 
     def page(self, request: Any, export: bool = False) -> Any:
         """One view of one run: as a page, or as one file to save."""
-        refused = self._refuse(request)
-        if refused is not None:
-            return refused
         try:
             run, page = self._view(request)
         except TurnwiseError as error:
@@ -151,16 +149,15 @@ class InspectorApp:
                 step_cache.warm(run, step, trajectory)
         return run, page
 
-    def _may_read(self, request: Any, token: str) -> bool:
-        # compare_digest takes the same time for every wrong token; an empty one is wrong
-        local = HOSTS.fullmatch(request.headers.get("host", ""))
-        return bool(local) and hmac.compare_digest(token.encode(), self.token.encode())
+    def _admits(self, request: Any) -> bool:
+        """Whether a request may read: by the cookie, or by the first address. Style and script hold nothing of a run."""
+        path, first = request.url.path, request.query_params.get("token", "")
+        carried = first if path == "/" and first else request.cookies.get(COOKIE, "")
+        return path.startswith("/static/") or same_token(carried, self.token)
 
-    def _refuse(self, request: Any) -> Any:
-        """The answer to a request without the token or with a foreign host name; None: it may read."""
-        if self._may_read(request, request.cookies.get(COOKIE, "")):
-            return None
-        return self._error(403, "open the address that `turnwise view` printed: it contains the token of this server")
+    async def _refuse(self, request: Any, refusal: Any) -> Any:
+        text = "open the address that `turnwise view` printed: it contains the token of this server"
+        return self._error(403, text if refusal.code == "invalid_api_key" else str(refusal))
 
     def _answer(self, text: str, kind: str, status: int = 200) -> Any:
         from starlette.responses import Response
@@ -176,25 +173,14 @@ class InspectorApp:
 def serve_page(runs: Sequence[RunReader], port: int, open_browser: bool, say: Callable[[str], None]) -> None:
     """Serve until interrupted. The address with the token is printed, and opened in a browser if so wished."""
     app = InspectorApp(runs)
-    import uvicorn
-
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
-        try:
-            listener.bind((LOOPBACK, port))
-        except (OSError, OverflowError) as error:
-            raise SettingError(
-                f"port {port} cannot be used: {error}; write another --port, or 0 for any free one"
-            ) from error
-        address = f"http://{LOOPBACK}:{listener.getsockname()[1]}/?token={app.token}"
-        names = ", ".join(printable_line(run.name, 40) for run in runs[:3]) + (" …" if len(runs) > 3 else "")
-        say(f"{names}\n{address}\nread only, this machine only; stop with Ctrl-C")
-        if open_browser:
-            with contextlib.suppress(webbrowser.Error):
-                webbrowser.open(address)
-        config = uvicorn.Config(app.application(), log_level="error", access_log=False, timeout_graceful_shutdown=1)
-        # torch takes seconds to import: have it ready when the first token is clicked
-        threading.Thread(target=import_module, args=("turnwise.inspector.page.step_cache",), daemon=True).start()
-        with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+    listener = listen_on(LOOPBACK, port)
+    address = f"{url_of(listener)}/?token={app.token}"
+    names = ", ".join(printable_line(run.name, 40) for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    say(f"{names}\n{address}\nread only, this machine only; stop with Ctrl-C")
+    if open_browser:
+        with contextlib.suppress(webbrowser.Error):
+            webbrowser.open(address)
+    # torch takes seconds to import: have it ready when the first token is clicked
+    threading.Thread(target=import_module, args=("turnwise.inspector.page.step_cache",), daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve_app(listener, app.application(), LOOPBACK, app.token))

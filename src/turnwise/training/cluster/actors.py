@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import pickle
-import secrets
 import socket
 import threading
 import time
@@ -37,6 +36,7 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.cluster import ENVIRONMENT, GENERATOR
 from turnwise.training.cluster.directory import find_actors
 from turnwise.training.interrupt import RunStopped, StopSignals
+from turnwise.workers.tokens import new_token
 
 NEWS_SECONDS = 0.5  # for which a question for news waits for some
 KEPT_EVENTS = 1000  # for a driver that attaches later
@@ -63,16 +63,16 @@ class GeneratorActor:
         made = Settings.of(settings)
         initial = Path(path) / "initial"  # the model the run began with, once the learner has made it
         policy_host = make_policy_host(made, initial if initial.is_dir() else None, str(made.model), own_context=True)
-        self._token = secrets.token_urlsafe(24)
+        self._token = new_token()
         listener = listen_on(LOOPBACK if here else ray.util.get_node_ip_address(), 0, self._token)
         self._url = url_of(listener)
         threading.Thread(target=self._serve, args=(listener, policy_host), daemon=True).start()
 
     def _serve(self, listener: socket.socket, policy_host: PolicyHost) -> None:
-        from turnwise.serve.app import make_generate_app
+        from turnwise.serve.app import generate_front
 
         try:
-            asyncio.run(serve_app(listener, make_generate_app(policy_host, self._token)))
+            asyncio.run(serve_app(listener, generate_front(policy_host, self._token), LOOPBACK, self._token))
         finally:
             os._exit(1)  # an actor without its server is of no use: Ray starts another
 

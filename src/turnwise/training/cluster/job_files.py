@@ -19,7 +19,7 @@ import yaml
 
 from turnwise.errors import SettingError
 
-TOKEN = "TURNWISE_ENDPOINT_TOKEN"
+TOKEN, NAMES = "TURNWISE_ENDPOINT_TOKEN", "TURNWISE_ENDPOINT_NAMES"
 NOT_RUN = "Written by `turnwise launch` and NOT RUN on such a cluster: read it, try it with --steps 2 first."
 WAIT_SECONDS = 1800  # for every server to load its model
 NAME_LENGTH = 40
@@ -128,7 +128,8 @@ export SHARED {token}="$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
 # every server writes where it listens
 srun --het-group=1 --cpus-per-task={cpus} bash -c '
   port=$(({port} + SLURM_PROCID))
-  echo "http://$(hostname -f):$port" > "$SHARED/server.$SLURM_PROCID"
+  export {names}="$(hostname -f)"
+  echo "http://${names}:$port" > "$SHARED/server.$SLURM_PROCID"
   exec turnwise serve {serve} --address "0.0.0.0:$port"
 ' &
 SERVERS=$!
@@ -212,6 +213,7 @@ def slurm_script(job: ClusterJob) -> str:
         server_gpus=" --gpus-per-task=1" if job.on_gpus else "",
         memory_per_cpu=max(1, job.memory * 1024 // job.cpus),
         token=TOKEN,
+        names=NAMES,
         wait=WAIT_SECONDS,
         **{name: getattr(job, name) for name in ("ranks", "nodes", "servers", "hours", "cpus", "port")},
     )
@@ -278,6 +280,7 @@ def kubernetes_objects(job: ClusterJob) -> list[dict[str, Any]]:
     serving = ["turnwise", "serve", *job.serve, "--address", f"0.0.0.0:{job.port}"]
     pod = _pod(job, f"{name}-server", serving, {**labels, "part": "server"}, 1)
     container = pod["spec"]["containers"][0]
+    container["env"] += [{"name": NAMES, "value": ",".join(url.split("/")[2].partition(":")[0] for url in urls)}]
     container["ports"] = [{"containerPort": job.port}]
     container["readinessProbe"] = {"httpGet": {"path": "/health", "port": job.port}, "periodSeconds": 5}
     trainer = _pod(job, trainer_name, ["bash", "-c", script], {**labels, "part": "trainer"}, job.ranks_per_node)
