@@ -243,7 +243,7 @@ def test_a_marker_in_every_column_of_the_ledger(planted, capsys):
         if row is None:
             continue
         damages: list[str] = [planted.names[0]]
-        if isinstance(row[0], str) and row[0][:1] in "[{":
+        if isinstance(row[0], str) and row[0][:1] in ("[", "{"):
             record = json.loads(row[0])
             shapes = {shape(place): place for place in reversed(list(places(record)))}
             damages += [json.dumps(with_value(record, place, planted.names[0])) for place in shapes.values()]
