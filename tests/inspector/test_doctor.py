@@ -33,6 +33,8 @@ EXTRA = {  # rules that no planted fault of the experiment names first
     "publishing takes the time": faults.every(seconds__publish=1.5, seconds=2.0),
     "refused calls": faults.metric(f"{REFUSED}context_overflow", 0.5),
     "overruled fields": faults.metric(f"{OVERRULED}temperature", 1.0),
+    "solved": faults.every(success=lambda t: 0.5 if t < 0.5 else 1.0, reward=lambda t: 0.5 if t < 0.5 else 1.0,
+        groups__zero_variance=lambda t: float(t >= 0.5), advantage__size=0.0, grad_norm=lambda t: float(t < 0.5)),
     "not finished": faults.fields(finished=False),
     "no measurable learning": faults.STUCK,
 }
@@ -74,6 +76,26 @@ def test_a_finding_shows_evidence_and_what_to_change(tmp_path):
     text = diagnosis.text()
     assert "learning rate zero" in text and "change: --lr" in text and "evidence: lr 0 → 0" in text
     assert json.loads(json.dumps(diagnosis.as_dict()))["findings"][0]["rule"] == "learning rate zero"
+
+
+def test_a_solved_run_is_called_solved(tmp_path):
+    """Every trajectory of its last steps succeeds, with the same answer: no gradient, and nothing wrong."""
+    plan = faults.healthy(3)
+    TRIGGERS["solved"](plan)
+    plan.after = {"success": 1.0, "interval": [0.97, 1.0]}
+    for row in plan.rows[len(plan.rows) // 2 :]:
+        row.update({"answers/distinct": row["groups"] / row["trajectories"], "entropy": 1e-4, "advantage/size": 0.0})
+    diagnosis = diagnose(faults.write_run(tmp_path / "run", plan))
+    assert "the run is solved" in diagnosis.text() and "change: nothing" in diagnosis.text()
+    assert not {f.rule for f in diagnosis.alarms} & {"no spread of rewards", "identical answers", "entropy collapse"}
+
+
+def test_a_reward_that_never_differs_is_not_solved(tmp_path):
+    plan = faults.healthy(3)
+    faults.also(faults.every(reward=1.0, groups__zero_variance=1.0, advantage__size=0.0, grad_norm=0.0))(plan)
+    for row in plan.rows:
+        row.pop("success")
+    assert "solved" not in found(tmp_path, plan) and "no spread of rewards" in found(tmp_path, plan, "again")
 
 
 def test_notes_are_no_alarm(tmp_path):

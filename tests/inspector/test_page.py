@@ -1,22 +1,30 @@
 """The page as data, as HTML and over HTTP: every view of a real run, hostile texts, the token, and nothing outside the run."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.errors import SettingError
+from turnwise.inspector.factors.movement import agreement, pushes_in_context
+from turnwise.inspector.factors.stored_step import StoredStep
 from turnwise.inspector.page.blocks import ViewQuery, as_json
 from turnwise.inspector.page.render import render_export, render_page
 from turnwise.inspector.page.serving import export_view, find_runs, view_json
 from turnwise.inspector.page.views.groups import classify
+from turnwise.inspector.page.views.opening import telling_step
 from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
-from turnwise.inspector.queries import RunReader, TaskRow
+from turnwise.inspector.page.views.tokens import movement_sentence, push_sentence
+from turnwise.inspector.queries import RunReader, StepMetrics, TaskRow
 from turnwise.observe.charts import LineChart, Series, line_chart
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
+from turnwise.store.token_columns import TokenColumns
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\u202eabc\x1b[2J\x00 </div>{{ 7*7 }}"
 
@@ -87,9 +95,10 @@ def test_forks_are_drawn_as_a_tree(hostile):
 def test_the_factors_agree_with_the_step(trained):
     trajectory = trained.trajectories(step=1, limit=1)[0].id
     text = view_json(trained, "why", ViewQuery(trajectory=trajectory, step=1, token=0))
-    assert "Recomputed gradient equals what the step stored" in text
-    assert '"Factors"' in text and '"Peers"' in text and "``" not in text
-    chain = next(block for block in json.loads(text)["blocks"] if block.get("title") == "Factors")["rows"]
+    assert "The recomputed push equals the one that the step applied" in text
+    assert '"Factors"' in text and '"Siblings"' in text and "``" not in text
+    right = next(block for block in json.loads(text)["blocks"] if block["kind"] == "SideBySide")["right"]
+    chain = next(block for block in right if block.get("title") == "Factors")["rows"]
     value, numbers = next((row[1], row[3]) for row in chain if row[0] == "advantage")
     shown = re.match(r"\((.+) − (.+)\) / \((.+) \+ (.+)\);", numbers)
     r, mean, deviation, eps = map(float, shown.groups())
@@ -134,12 +143,86 @@ def test_axes_have_distinct_labels_and_lines_fill_the_chart(low, high):
     assert "-" not in labels[0] or low < 0 or "e-" in labels[0]
 
 
-def test_the_view_of_a_token_opens_where_the_gradient_is_largest(trained):
+def test_a_transcript_opens_on_the_token_with_the_largest_push(trained):
     update = trained.token_columns(2)[0]
     page = json.loads(view_json(trained, "why", ViewQuery(step=2)))
-    shown = dict(page["blocks"][0]["rows"])["trajectory"]
-    peaks = {one: abs(update.of(one)["slope"]).max() for one in update.trajectories}
+    shown = dict(next(block for block in page["blocks"] if block["kind"] == "FactList")["rows"])["trajectory"]
+    peaks = {one: abs(update.of(one)["slope"] * -np.expm1(update.of(one)["logp"])).max() for one in update.trajectories}
     assert peaks[shown] == max(peaks.values())
+
+
+def rows_of(**metrics):
+    return [StepMetrics(i + 1, 0.0, dict(zip(metrics, values))) for i, values in enumerate(zip(*metrics.values()))]
+
+
+def test_a_run_opens_on_its_most_telling_step():
+    """Not on the last one: a solved run ends without a gradient."""
+    rows = rows_of(**{"grad_norm": [0.5, 0.4, 0.9, 0.0], "groups/zero_variance": [0.5, 0.1, 0.1, 1.0]})
+    assert telling_step(rows, [1, 2, 3, 4]) == 3
+    assert telling_step(rows, [1, 2]) == 2
+    assert telling_step(rows, [4]) == 4  # none has a gradient
+    assert telling_step([], []) == 0
+
+
+def solved_run(folder):
+    """A run whose last five steps were all solved."""
+    run = RunDir.create(folder, "solved", {"method": "grpo", "env": "guess", "steps": 9})
+    rows = [{"step": n, "seconds": 1.0, "groups": 2, "success": 0.5 if n < 5 else 1.0, "reward": 0.5 if n < 5 else 1.0,
+             "groups/zero_variance": float(n >= 5), "grad_norm": float(n < 5)} for n in range(1, 10)]  # fmt: skip
+    run.metrics.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return run.path
+
+
+def test_a_solved_run_says_so(tmp_path):
+    with RunReader(solved_run(tmp_path)) as run:
+        text = view_json(run, "overview", ViewQuery())
+        assert "This run is solved: since step 5 every trajectory got the highest reward" in text
+
+
+def stored(trajectories, columns):
+    sizes = tuple(len(columns["logp"]) // len(trajectories) for _ in trajectories)
+    return TokenColumns(0, 0, trajectories, sizes, {name: np.array(x, "<f4") for name, x in columns.items()})
+
+
+def test_what_the_page_says_is_what_was_measured():
+    """A token that was pushed up and fell is said to have fallen: the sign of the push is not the movement."""
+    assert "became less likely" in movement_sentence(-1.0, -1.5) and "measured" in movement_sentence(-1.0, -1.5)
+    assert "became more likely" in movement_sentence(-1.5, -1.0)
+    assert "not measured" in movement_sentence(-1.0, math.nan)
+    assert "pushed it up" in push_sentence(0.1, 0.01, -0.5) and "moved the other way" in push_sentence(0.1, 0.01, -0.5)
+    assert "other way" not in push_sentence(-0.1, 0.01, -0.5)
+    columns = {"slope": [-1.0, 1.0, 0.0, -2.0], "logp": [-0.7, -0.7, -0.1, -3.0], "after": [-0.5, -0.9, -0.1, -2.0]}
+    one = agreement(stored(("a", "b"), columns))
+    assert one.measured == 4 and one.same_sign == 1.0 and one.tokens > 0.9 and one.trajectories == pytest.approx(1.0)
+    nothing = agreement(stored(("a",), {"slope": [0.0], "logp": [-1.0]}))
+    assert nothing.measured == 0 and math.isnan(nothing.tokens)
+
+
+def test_pushes_on_a_logit_are_those_of_automatic_differentiation(trained):
+    """Tokens that were sampled after the same text share their logits: the sum over them is the derivative of Σ push · log π."""
+    step = StoredStep(trained, 1)
+    factors = step.factors()
+    name = step.update.trajectories[0]
+    rows = pushes_in_context(step, factors, name, 0)
+    assert rows[0].trajectory == name and rows[0].token == 0
+    # the vocabulary is the chosen token and the rest: enough for the derivative with respect to its logit
+    chosen = torch.tensor(float(step.update.of(name)["logp"][0])).double().exp()
+    logits = torch.stack([chosen.log(), (1 - chosen).log()]).requires_grad_()
+    objective = sum(row.push * logits.log_softmax(0)[0 if row.id == rows[0].id else 1] for row in rows)
+    objective.backward()
+    assert sum(row.on_logit for row in rows) == pytest.approx(float(logits.grad[0]), abs=1e-7)
+    siblings = {t.id for t in trained.group(trained.trajectory_row(name).group).trajectories}
+    assert {row.trajectory for row in rows} == siblings, "siblings read the same prompt before their first token"
+
+
+def test_what_cannot_run_is_greyed_out_with_its_reason(trained, tmp_path):
+    page = show_view("what-if", trained, ViewQuery())
+    html = render_page(page, trained.name, [])
+    assert re.search(r'<option disabled title="reads [^"]*old_value[^"]*">ppo</option>', html)
+    assert "<option>gspo</option>" in html
+    with RunReader(RunDir.create(tmp_path, "cold", {"method": "grpo", "env": "guess", "steps": 3}).path) as cold:
+        html = render_page(show_view("overview", cold, ViewQuery()), "cold", [])
+        assert html.count('class="empty"') == len(VIEWS) - 1 and "no rollouts yet" in html
 
 
 @pytest.fixture

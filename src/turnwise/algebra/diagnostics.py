@@ -29,12 +29,18 @@ LOG_2 = 0.69315
 
 
 @without_gradient
-def sums(view: MicroBatchView, rho: Field, gated: Field, adv: Field, slope: Field) -> dict[str, Tensor]:
-    """Additive statistics of one micro-batch. ``slope``: ∂ objective / ∂ log π of each token, without penalties."""
+def cut(rho: Field, gated: Field, adv: Field, slope: Field) -> Field:
+    """The tokens whose gradient the gate stops. One that only bends the ratio (a soft gate, a capped weight) still passes it."""
+    changed = (gated.detach().at(TOKEN) - rho.detach().at(TOKEN)).abs() > 0
+    return changed & (adv.at(TOKEN).abs() > 0) & slope.map(lambda x: x == 0)
+
+
+@without_gradient
+def sums(view: MicroBatchView, rho: Field, clipped: Field, adv: Field, slope: Field) -> dict[str, Tensor]:
+    """Additive statistics of one micro-batch. ``clipped``: see ``cut``; ``slope``: ∂ objective / ∂ log π, without penalties."""
     share = view.batch[Column.TOKEN_SHARE].to(view.logp.x.dtype)
     total = lambda x: (share * x.to(share.x.dtype)).at(TOKEN).x.sum()  # noqa: E731
     moved = (view.logp.detach() - behaviour(view.batch)).clamp(-20.0, 20.0)
-    clipped = (gated.detach().at(TOKEN) - rho.detach().at(TOKEN)).abs() > 0
     out = {
         "clip_share": total(clipped),
         "clip_share/up": total(clipped & (adv > 0)),
@@ -102,14 +108,14 @@ def source(batch: Batch) -> Field:
 
 
 @without_gradient
-def by_source(view: MicroBatchView, rho: Field, gated: Field, slope: Field) -> dict[str, Tensor]:
+def by_source(view: MicroBatchView, rho: Field, clipped: Field, slope: Field) -> dict[str, Tensor]:
     """Sums over the tokens of each source. ``slope``: ∂ objective / ∂ log π, penalties included."""
     label, ratio = source(view.batch).at(TOKEN).x, rho.detach().at(TOKEN).x
     columns = {
         "tokens": torch.ones_like(ratio),
         "ratio": ratio,
         "over_2": (ratio > 2).to(ratio.dtype),
-        "clipped": ((gated.detach().at(TOKEN).x - ratio).abs() > 0).to(ratio.dtype),
+        "clipped": clipped.x.to(ratio.dtype),
         "gradient_share": slope.x.abs(),
         "logp": view.logp.x.detach(),
     }

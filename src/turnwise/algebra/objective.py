@@ -206,7 +206,9 @@ class Objective:
         @without_gradient
         def compute_stats() -> dict[str, Tensor]:
             slope = full_slope()
-            stats = diagnostics.sums(view, rho, gated, adv, slope if gain_slope is None else gain_slope)
+            gain = slope if gain_slope is None else gain_slope
+            clipped = diagnostics.cut(rho, gated, adv, gain)
+            stats = diagnostics.sums(view, rho, clipped, adv, gain)
             for i, (w, cost) in enumerate(zip(self.penalties, costs)):
                 stats[f"penalty/{type(w.penalty).__name__}"] = cost
                 keys = [k for k in batch.columns if isinstance(k, tuple) and k[:2] == (Column.PENALTY_METRIC, i)]
@@ -216,7 +218,7 @@ class Objective:
             stats["objective"] = objective.detach()
             for mask in (p for p in self._planning() if isinstance(p, Mask) and p.reason and p in batch.columns):
                 stats[f"dropped/tokens: {mask.reason}"] = (~batch[mask]).at(TOKEN).x.double().sum()
-            return stats | diagnostics.by_source(view, rho, gated, slope)
+            return stats | diagnostics.by_source(view, rho, clipped, slope)
 
         return Loss(-objective, compute_stats, side_losses)  # the only place where the sign is flipped
 

@@ -82,6 +82,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     )
     if saved := summary.get("checkpoints"):
         out.print(f"{saved['written']} checkpoints of {saved['seconds_each']:.2f} s each", markup=False)
+    if (cost := summary.get("measured_after")) and cost["seconds"]:
+        what = "log-probabilities measured again after each step"
+        out.print(f"{what}: {cost['seconds']:.1f} s, {cost['share']:.1%} of the steps (--remeasure-tokens 0: off)")
     if "exactness" in summary:
         from turnwise.training.agents import certificate_lines  # late: only runs of agents need the ledger
 

@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
 from turnwise.inspector.queries import RunReader
-from turnwise.observe.rules import NOTE, RULES, Rule, RunFacts
+from turnwise.observe.rules import NOTE, RULES, SOLVED, Rule, RunFacts
 
 HELD_SHARE = 0.2  # share of the steps in which a rule must apply, unless it applies at the end
 
@@ -53,7 +53,8 @@ class Diagnosis:
     def text(self) -> str:
         head = f"{self.run}: {self.steps} steps, {len(RULES)} rules"
         if not self.alarms:
-            head += "; nothing is wrong that they know"
+            solved = any(finding.rule == SOLVED for finding in self.findings)
+            head += "; the run is solved" if solved else "; nothing is wrong that they know"
         return "\n".join([head, *(line for finding in self.findings for line in finding.lines())])
 
     def as_dict(self) -> dict[str, Any]:

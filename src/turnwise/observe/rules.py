@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from turnwise.config.settings import Settings
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
+SOLVED = "solved"
 REASONS = 3  # different reasons of dropped episodes in one message
 MISMATCH_GROWTH = 4.0  # times the mismatch of the first steps
 FIRST_STEPS = 3  # steps over which the first mismatch is averaged
 TREND_STEPS = 8  # steps below which first and last quarter are no trend
+SOLVED_STEPS = 3  # in a row at the end: one lucky step is not yet a solved run
 TOO_OLD = "older than staleness"  # begins the reason of a group that was dropped for its age
 DROPPED, FAILED = "dropped/", "trajectory: "  # begin the metric of a reason, and the reason of a failed trajectory
 
@@ -55,6 +57,7 @@ class StepFacts:
     skipped: float  # optimiser steps not taken so far
     dropped: Mapping[str, int]  # groups and trajectories that were not trained on, by reason
     first_mismatch: float
+    solved: bool = False  # every trajectory of this step got the highest reward of the run so far
 
     def value(self, name: str, default: float = math.nan) -> float:
         number = finite_number(self.metrics.get(name))
@@ -126,6 +129,12 @@ class RunFacts:
         """First and last value of each metric that was measured."""
         return {name: (values[0], values[-1]) for name in names if (values := self.series(name))}
 
+    @cached_property
+    def solved(self) -> int:
+        """At the end, steps in a row in which every trajectory got the highest reward; 0: the run is not solved."""
+        first = solved_since(self.rows)
+        return 0 if first is None else len(self.rows) - first
+
     @property
     def group_size(self) -> int:
         pairs = [(finite_number(r.get("trajectories")), finite_number(r.get("groups"))) for r in self.rows]
@@ -175,6 +184,36 @@ of_run = partial(Rule, whole_run=True)
 # -------------------------------------------------- what several rules measure or say
 
 
+@dataclass
+class SolvedStreak:
+    """Counts the newest steps in a row in which every trajectory got the highest reward.
+
+    By success where it is reported. By reward otherwise: all equal and the highest of the run, of which an earlier step had
+    less; a reward that never differs says nothing."""
+
+    steps: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+
+    def observe(self, metrics: Mapping[str, float | None]) -> bool:
+        """Whether the run is solved after this step: one lucky step is not enough."""
+        reward, success, flat = (finite_number(metrics.get(n)) for n in ("reward", "success", "groups/zero_variance"))
+        if reward is not None:
+            self.steps = 0 if reward > self.high and success is None else self.steps  # what was the highest is not
+            self.low, self.high = min(self.low, reward), max(self.high, reward)
+        highest = success == 1 if success is not None else reward is not None and reward >= self.high > self.low
+        self.steps = self.steps + 1 if flat == 1 and highest else 0
+        return self.steps >= SOLVED_STEPS
+
+
+def solved_since(rows: Sequence[Mapping[str, float | None]]) -> int | None:
+    """The index of the first row of the streak that a run ends with; None if the run is not solved at its end."""
+    streak, solved = SolvedStreak(), False
+    for row in rows:
+        solved = streak.observe(row)
+    return len(rows) - streak.steps if solved else None
+
+
 def _most(reasons: Mapping[str, int]) -> str:
     """The most frequent reasons with their numbers."""
     most = Counter(reasons).most_common()
@@ -209,6 +248,9 @@ def _part_of_step(facts: RunFacts, name: str) -> float:
 # ------------------------------------------------------------------------ the table
 
 RULES = (
+    of_run(SOLVED, NOTE, lambda f: float(f.solved), 0.5,
+        lambda f, x: f"every trajectory of the last {x:.0f} steps got the highest reward, so they had no gradient",
+        "nothing, or harder tasks (--difficulty, --data)", ("success", "reward", "groups/zero_variance", "grad_norm")),
     # a step's loss that is not finite is written as null, and a step without an update writes none
     of_run("loss not finite", ERROR,
         lambda f: _mean([float(row["loss"] is None) for row in f.rows if "loss" in row]), 0.1,
@@ -281,14 +323,14 @@ RULES = (
         lambda f: float(max(values) == 0) if len(values := f.series("reward_max_abs")) >= 3 else math.nan, 0.5,
         lambda f, x: f"every reward of all {len(f.rows)} steps was 0", "--difficulty, --reward, or a model that can do the task",
         ("reward_max_abs", "groups/zero_variance")),
-    Rule("identical answers", ERROR, lambda v: float(v.identical), 0.5,
+    Rule("identical answers", ERROR, lambda v: float(v.identical and not v.solved), 0.5,
         lambda v, x: "all answers to the same task were identical in two steps",
         lambda v: f"raise --temperature (now {v.limits.temperature:g}), or lower --lr (now {v.limits.lr:g}) if they once "
         "differed",
         ("answers/distinct", "entropy"), patience=2),
     # advantages are looked at, too: other data than rewards may give them
     Rule("no spread of rewards", ERROR, lambda v: float(v.grouped and not v.identical and v.value("advantage/size") < 1e-12
-        and v.value("groups/zero_variance", 0.0) == 1), 0.5,
+        and v.value("groups/zero_variance", 0.0) == 1 and not v.solved), 0.5,
         lambda v, x: f"no group had two different rewards in three steps (mean reward {v.value('reward', 0.0):.3g}), so there "
         "was nothing to learn from",
         lambda v: "choose tasks that the model solves sometimes (--difficulty, or a method whose sampler does), or raise "
@@ -312,7 +354,8 @@ RULES = (
         else "choose tasks that the model solves sometimes (--difficulty), or raise --group-size or --max-draws", ("groups",)),
     # only where the policy once had some entropy
     of_run("entropy collapse", WARNING,
-        lambda f: f.first("entropy") / max(f.last("entropy"), 1e-9) if f.first("entropy") > 0.1 else math.nan, 10.0,
+        lambda f: f.first("entropy") / max(f.last("entropy"), 1e-9) if f.first("entropy") > 0.1 and not f.solved
+        else math.nan, 10.0,
         lambda f, x: f"the entropy fell from {f.first('entropy'):.3g} to {f.last('entropy'):.3g}; answers stop differing",
         "--temperature, --lr, or a method with an entropy term or a higher upper clip", ("entropy", "answers/distinct")),
     of_run("entropy grows", WARNING, lambda f: f.last("entropy") / max(f.first("entropy"), 1e-2), 2.5,
@@ -361,7 +404,7 @@ RULES = (
     of_run("tasks too hard", WARNING, lambda f: f.mean("groups/all_fail"), 0.8,
         lambda f, x: f"{x:.0%} of the groups fail entirely, so they have no gradient", "--difficulty, --group-size, --demos",
         ("groups/all_fail", "success", "groups/zero_variance")),
-    of_run("few distinct answers", WARNING, lambda f: 1.0 - f.mean("answers/distinct"), 0.7,
+    of_run("few distinct answers", WARNING, lambda f: 1.0 - f.mean("answers/distinct") if not f.solved else math.nan, 0.7,
         lambda f, x: f"only {1 - x:.0%} of the answers to a task differ", "--temperature, --top-p, --top-k",
         ("answers/distinct", "entropy")),
     of_run("few tasks repeated", WARNING,
@@ -436,6 +479,7 @@ class RunHealth:
     _episodes: float = 0.0
     _skipped: float = 0.0
     _mismatches: list[float] = field(default_factory=list)  # of the first steps
+    _streak: SolvedStreak = field(default_factory=SolvedStreak)
 
     def view(self, metrics: Mapping[str, float]) -> StepFacts:
         """What the rules read of one step; call it once for each step, in order."""
@@ -445,7 +489,9 @@ class RunHealth:
         if mismatch is not None and len(self._mismatches) < FIRST_STEPS:
             self._mismatches.append(mismatch)
         first = sum(self._mismatches) / len(self._mismatches) if self._mismatches else math.inf
-        return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first)
+        self._streak.observe(metrics)
+        solved = self._streak.steps > 0
+        return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first, solved)
 
     def observe(self, metrics: Mapping[str, float]) -> list[HealthMessage]:
         """The messages that the metrics of one step give rise to."""

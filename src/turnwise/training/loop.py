@@ -57,6 +57,7 @@ class Loop:
     start: int = 0
     max_tokens: int = 0  # of a turn; metrics tell by it which limit cut a turn
     keep_tokens: int = 0  # for how many steps the ledger keeps what was computed for each token; 0: none
+    remeasure_tokens: int = 0  # of how many tokens of a kept step the log-probability is measured again after it
     stop_requested: Callable[[], bool] = lambda: False  # checked after each step
     after_step: Mapping[int, Callable[[], Any]] = field(default_factory=dict)  # step → an evaluation, say
 
@@ -130,7 +131,7 @@ class Loop:
             advantages.update(zip(batch.trajectory_ids, batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY).x.tolist()))
             self.ledger.flush()
 
-        recorder = TokenRecorder(step, mixed) if self.keep_tokens else None
+        recorder = TokenRecorder(step, mixed, self.remeasure_tokens) if self.keep_tokens else None
         hooks = (self.objective, self.policy_check, credited_batches.append, while_waiting, recorder)
         work = lambda: update_policy(self.learner, self.recipe, mixed, seed, *hooks)  # noqa: E731
         metrics = await in_background(work) if not self.collector.synchronous else work()
@@ -186,7 +187,7 @@ def update_policy(
     summed = {"skipped", "policy_check"}  # every other metric is a mean over the updates that report it
     means = {name: v if name in summed else v / counts[name] for name, v in metrics.items()}
     run_host_work()  # if there was no update at all
-    return means | credit_metrics
+    return means | credit_metrics | (recorder.measure_after(learner, batch) if recorder is not None else {})
 
 
 # ----------------------------------------------------------------- beside the steps

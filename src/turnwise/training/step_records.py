@@ -1,5 +1,5 @@
 """What a step leaves behind: the numbers that each update computes for its tokens (advantage, log-probability, entropy, gate,
-weight, gradient), and metrics of its batch of rollouts.
+weight, gradient), how likely the tokens are afterwards, and metrics of its batch of rollouts.
 
 ``TokenRecorder.watch`` wraps an objective. The wrapper passes every call on and only looks at detached copies of the results,
 so the weights of a run do not depend on it. Numbers stay on the device until the ledger writes them, which is while the next
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ from turnwise.algebra.objective import Loss, Objective
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import TOKEN, TRAJECTORY, Field
-from turnwise.core.protocols import OVERRULED, REFUSED, UNREAD_TOOL_CALLS
+from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
+from turnwise.core.protocols import OVERRULED, REFUSED, UNREAD_TOOL_CALLS, Learner
 from turnwise.core.records import Group, Limit, Status, Stop, Trajectory, Turn
 from turnwise.core.signals import Signal
 from turnwise.rollout.strategies import DRAFT_TOKENS
@@ -48,14 +49,41 @@ class TokenRecorder:
 
     step: int
     groups: Sequence[Group]
+    again: int = 0  # tokens whose log-probability is measured once more when the step is over
     memory: Mapping[str, Any] = field(default_factory=dict)  # of the objective's pieces, before the step
     updates: list[list[MicroBatchRecord]] = field(default_factory=list)
+    after: dict[str, Tensor] = field(default_factory=dict)  # by trajectory: log-probabilities after the step
 
     def watch(self, objective: Objective) -> RecordedObjective:
         states = objective.memory.state_dict()
         text = json.dumps(states, default=str)
         self.memory = json.loads(text) if len(text) <= MAX_MEMORY else {}
         return RecordedObjective(objective, self)
+
+    def measure_after(self, learner: Learner, batch: Batch) -> dict[str, float]:
+        """Log-probabilities under the weights after the step, by one forward pass; the seconds that it took.
+
+        Of whole groups, because siblings explain each other: those with the largest gradients, as many as ``again`` tokens allow
+        and at least one. A group without a gradient is left out: the step did not push its tokens."""
+        began, tree = time.perf_counter(), batch.tree
+        pushed: dict[str, float] = {}
+        for record in (record for micro_batches in self.updates for record in micro_batches if self.again):
+            parts = record.values["slope"].abs().cpu().split(record.sizes.tolist())
+            for name, part in zip(record.trajectories, parts):
+                pushed[name] = pushed.get(name, 0.0) + float(part.sum())
+        by_trajectory = torch.tensor([pushed.get(name, 0.0) for name in batch.trajectory_ids])
+        push, sizes = Field(tree, TRAJECTORY, by_trajectory).sum(GROUP).x, tree.size(TOKEN, GROUP).x
+        order = push.argsort(descending=True, stable=True)
+        total = sizes[order].cumsum(0)
+        first = torch.arange(len(order)) == 0
+        fits = ((total <= self.again) | first) & (push[order] > 0)
+        chosen = torch.isin(tree.ancestor(TRAJECTORY, GROUP), order[fits]).nonzero().squeeze(1)
+        if not len(chosen):
+            return {}
+        part = batch.select(chosen)
+        logp = learner.measure(part, frozenset({Signal.LOGP}))[Signal.LOGP].x.float().cpu()
+        self.after = dict(zip(part.trajectory_ids, logp.split(part.tree.size(TOKEN, TRAJECTORY).x.tolist())))
+        return {"seconds/measured_after": time.perf_counter() - began}
 
     def columns(self) -> list[TokenColumns]:
         """The updates as the ledger stores them. An update is left out if each of its tokens was already trained on by an
@@ -69,7 +97,10 @@ class TokenRecorder:
             for record in micro_batches:
                 parts = {name: x.cpu().split(record.sizes.tolist()) for name, x in record.values.items()}
                 for index, trajectory in enumerate(record.trajectories):
-                    rows[trajectory] = {name: parts[name][index] for name in parts}
+                    row = {name: parts[name][index] for name in parts}
+                    if self.after:  # NaN: not measured
+                        row["after"] = self.after.get(trajectory, torch.full_like(row["weight"], math.nan))
+                    rows[trajectory] = row
             new = False
             for trajectory, row in rows.items():
                 now, before = row["weight"] != 0, trained.get(trajectory)
@@ -84,6 +115,7 @@ class TokenRecorder:
             head: dict[str, Any] = {} if stored else {"groups": groups, "memory": self.memory}
             stored.append(TokenColumns(self.step, position, tuple(ids), sizes, columns, **head))
         self.updates.clear()
+        self.after.clear()
         return stored
 
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ class RunSummary:
             "success_after": {name: value for name, value in self.after["summary"].items() if name != "tokens"},
             "steps": s.steps,
             "tokens": int(sum(row.get("tokens", 0) for row in rows)),
+            # what it costs to know how far tokens moved: seconds, and the share of all steps
+            "measured_after": _cost(rows, "seconds/measured_after"),
             "seconds": {name: round(value, 2) for name, value in seconds.items()},
             "peak_memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             **facts,
@@ -100,6 +102,12 @@ class RunSummary:
                 verdict = cache.on_messages(row["messages"])
             lines += [f"the judge: {printable_line(verdict.reason)}"] if verdict and verdict.reason else []
         return "".join(f"- {line}\n" for line in lines) + "\n" * bool(lines)
+
+
+def _cost(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """Seconds of a part of the steps, and its share of their seconds."""
+    part, whole = (sum(row.get(key) or 0.0 for row in rows) for key in (name, "seconds"))
+    return {"seconds": round(part, 2), "share": round(part / whole, 4) if whole else 0.0}
 
 
 def evaluation_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

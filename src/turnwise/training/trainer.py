@@ -216,6 +216,7 @@ class Trainer:
                     start=start,
                     max_tokens=s.max_tokens,
                     keep_tokens=s.keep_tokens,
+                    remeasure_tokens=s.remeasure_tokens,
                     stop_requested=lambda: bool(self.stop.received),
                     after_step={
                         step: partial(self._evaluate_between, step, evaluator, learner)

@@ -128,15 +128,15 @@ class StoredStep:
         part = part.put(vocabulary_size=part.tree.full(BATCH, float(int(vocabulary))))
         columns = self.update.columns
         if Signal.LOGP in columns:
-            part = part.put({Signal.LOGP: self._column(part, "logp")})
+            part = part.put({Signal.LOGP: self.column(part, "logp")})
         if own_method and str(Column.UPDATED_TURNS) in columns:
-            turns = self._column(part, str(Column.UPDATED_TURNS)).max(TURN)
-            part = part.put(updated_turns=turns.map(lambda x: x > 0), advantage=self._column(part, "advantage"))
+            turns = self.column(part, str(Column.UPDATED_TURNS)).max(TURN)
+            part = part.put(updated_turns=turns.map(lambda x: x > 0), advantage=self.column(part, "advantage"))
         if own_method and str(Column.FREEZE_POLICY) in columns:
             part = part.put(freeze_policy=part.tree.full(BATCH, 1.0))
         return objective.plan(part)
 
-    def _column(self, part: Batch, name: str) -> Field:
+    def column(self, part: Batch, name: str) -> Field:
         return _token_field(part, self._columns, name)
 
     @cached_property

@@ -28,6 +28,7 @@ class ViewQuery:
     token: int = -1
     update: int = -1
     method: str = ""
+    colour: str = ""  # of tokens: movement, push or advantage
     search: str = ""
     offset: int = 0
 
@@ -42,10 +43,6 @@ class ViewQuery:
                 raise SettingError(f"{name} is {value[:40]!r}; write a whole number")
             parsed[name] = int(value) if name in WHOLE else value[:500]
         return cls(**parsed)
-
-    def step_of(self, steps: Sequence[int], default: int = 0) -> int:
-        """The step that is asked for, else the last of ``steps``."""
-        return self.step if self.step > 0 else steps[-1] if steps else default
 
 
 @dataclass(frozen=True)
@@ -109,11 +106,20 @@ class TurnBlock:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The messages of one trajectory in order."""
+    """The messages of one trajectory in order. ``full``: the number that has the full colour, 0: nothing is coloured."""
 
     title: str
     turns: Sequence[TurnBlock]
     about: str = ""
+    full: float = 0.0
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Blocks to read from left to right. A click on a token on the left replaces the right side without loading the page."""
+
+    left: Sequence[Any]
+    right: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ class Choice:
     value: str
     options: Sequence[str] = ()
     keep: Mapping[str, Any] = field(default_factory=dict)  # other parameters of the view
+    impossible: Mapping[str, str] = field(default_factory=dict)  # options that cannot be chosen, and why
 
 
 @dataclass(frozen=True)
@@ -135,15 +142,17 @@ class ViewPage:
     title: str
     about: str
     blocks: Sequence[Any]
+    empty: Mapping[str, str] = field(default_factory=dict)  # views that have nothing to show of this run, and why
 
 
-def step_choice(step: int, steps: Sequence[int]) -> Choice:
-    return Choice("step", "step", str(step), [str(s) for s in steps])
+def step_choice(step: int, steps: Sequence[int], keep: Mapping[str, Any] | None = None) -> Choice:
+    return Choice("step", "step", str(step), [str(s) for s in steps], keep or {})
 
 
-def token_link(text: str, trajectory: str, step: int, token: int) -> Link:
-    """The way to why one sampled token got its gradient."""
-    return Link(text, "why", {"trajectory": trajectory, "step": step, "token": token})
+def token_link(text: str, trajectory: str, step: int, token: int, colour: str = "") -> Link:
+    """The way to what a step did to one sampled token."""
+    keep = {"colour": colour} if colour else {}
+    return Link(text, "why", {"trajectory": trajectory, "step": step, "token": token, **keep})
 
 
 def curves(metrics: Sequence[StepMetrics], wanted: Sequence[tuple[str, str, str]]) -> list[LineChart]:

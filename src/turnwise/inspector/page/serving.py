@@ -36,7 +36,7 @@ COOKIE = "turnwise-view"
 HEADERS = {
     # inline styles: the strength of a token's colour is a CSS variable of its element
     "Content-Security-Policy": "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
@@ -138,16 +138,8 @@ class InspectorApp:
             raise StoreError(f"there is no run {number}")
         if name not in VIEWS and name not in OTHER_PAGES:
             raise StoreError(f"there is no view {name[:40]!r}")
-        run, query = self.runs[number], ViewQuery.parse(dict(request.query_params))
-        page = show_view(name, run, query)
-        if name == "why" and query.token < 0 and run.has_ledger:  # the next request asks for a token of this transcript
-            from turnwise.inspector.page import step_cache
-            from turnwise.inspector.page.views.tokens import opened_transcript
-
-            step, trajectory = opened_transcript(run, query)
-            if trajectory:
-                step_cache.warm(run, step, trajectory)
-        return run, page
+        run = self.runs[number]
+        return run, show_view(name, run, ViewQuery.parse(dict(request.query_params)))
 
     def _admits(self, request: Any) -> bool:
         """Whether a request may read: by the cookie, or by the first address. Style and script hold nothing of a run."""

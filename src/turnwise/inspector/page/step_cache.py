@@ -1,23 +1,20 @@
 """Stored steps and their factors, kept for a moment: a reader clicks through the tokens of one step.
 
-Factors are computed for a whole update, which takes a moment for a large one: ``warm`` begins when a transcript is opened, so
-that they are there when a token of it is clicked. A finished step does not change. A resumed run may take a step again, so
-nothing is kept longer than a few entries.
+Factors are computed for a whole update when a transcript is opened, so they are there when another token of it is clicked. A
+finished step does not change. A resumed run may take a step again, so nothing is kept longer than a few entries.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import threading
 from functools import lru_cache
 
-from turnwise.errors import StoreError, TurnwiseError
+from turnwise.errors import StoreError
 from turnwise.inspector.factors.stored_step import MethodFactors, StoredStep
 from turnwise.inspector.queries import RunReader, TokenColumns
 
 SIZE = 16
-_COMPUTING = threading.Lock()  # a click waits for what `warm` computes, instead of computing it twice
+_COMPUTING = threading.Lock()  # two requests for one update compute it once
 
 
 @lru_cache(maxsize=SIZE)
@@ -51,17 +48,3 @@ def factors_of(
             raise StoreError(f"step {step} stores nothing for trajectory {trajectory}")
     with _COMPUTING:
         return stored_step(run, step, update), _factors(run, step, update, method)
-
-
-def warm(run: RunReader, step: int, trajectory: str) -> threading.Thread:
-    """Compute the factors of the update that read a trajectory, in the background. What fails here fails again on the click."""
-
-    def work() -> None:
-        # nobody waits for this thread; the click reports the same failure
-        with contextlib.suppress(TurnwiseError):
-            factors_of(run, step, trajectory=trajectory)
-
-    # in this context, which says what code may be imported
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="turnwise-factors", daemon=True)
-    thread.start()
-    return thread

@@ -22,11 +22,37 @@ for (const form of document.querySelectorAll("form.choice")) {
   form.querySelector("select")?.addEventListener("change", () => form.submit());
 }
 
+// A token that is explained on this page: only the right side is loaded anew. Without this the link loads the whole page.
+let latest = 0;
+async function openToken(link) {
+  const side = byId("side");
+  if (!side || new URL(link.href).pathname !== location.pathname) { location.href = link.href; return; }
+  const request = ++latest;
+  side.setAttribute("aria-busy", "true");
+  document.querySelector("a.tok.chosen")?.classList.remove("chosen");
+  link.classList.add("chosen");
+  const answer = await fetch(link.href).catch(() => null);
+  if (request !== latest) return;  // another token was clicked meanwhile
+  const fresh = answer?.ok && new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("side");
+  if (!fresh) { location.href = link.href; return; }
+  side.replaceChildren(...fresh.childNodes);
+  side.removeAttribute("aria-busy");
+  history.replaceState(null, "", link.href);
+  if (exportLink) exportLink.href = exportLink.getAttribute("href").split("?")[0] + location.search;
+}
+
+document.addEventListener("click", (event) => {
+  const link = event.target.closest(".side a.tok");
+  if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  openToken(link);
+});
+
 function moveToken(by) {
   const all = [...document.querySelectorAll("a.tok")];
   const at = all.findIndex((a) => a.classList.contains("chosen"));
   const next = all[at < 0 ? 0 : at + by];
-  if (next) location.href = next.href;
+  if (next) openToken(next);
 }
 
 addEventListener("keydown", (event) => {

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from turnwise.core.records import Trajectory
-from turnwise.inspector.page.blocks import BarChart, DataTable, FactList, Note, ViewQuery, points, step_choice
+from turnwise.inspector.page.blocks import BarChart, DataTable, FactList, Note, ViewQuery, points
+from turnwise.inspector.page.views.opening import opened_step, step_header
 from turnwise.inspector.page.views.transcripts import token_texts
 from turnwise.inspector.queries import RunReader, TaskRow, TrajectoryRow
 from turnwise.maths.statistics import wilson
@@ -145,8 +146,8 @@ def reward(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         yield Note("No trajectory has finished yet.")
         return
     steps = [o.step for o in outcomes]
-    step = query.step_of(steps)
-    yield step_choice(step, steps)
+    step = opened_step(run, query, steps)
+    yield from step_header(run, query, step, steps)
     if len(steps) > 1:
         x, top = [float(s) for s in steps], max(o.best for o in outcomes)
         series = Series(f"reward {top:g}", x, [o.at_best / max(1, o.trajectories) for o in outcomes])

@@ -1,4 +1,4 @@
-"""Views of a run over its steps: the overview, one step, who waits for whom, and the search over all trajectories."""
+"""Views of a run over its steps: the overview, one step, where time goes, and the search over all trajectories."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from turnwise.inspector.page.blocks import (
     curves,
     step_choice,
 )
+from turnwise.inspector.page.views.opening import solved_sentence
 from turnwise.inspector.queries import RunReader, StepMetrics
 from turnwise.maths.statistics import wilson
 from turnwise.observe.charts import LineChart, Link, Series, Timeline
@@ -25,7 +26,7 @@ CURVES = (
     ("entropy", "Entropy", "of the policy at the sampled tokens, in nats"),
     ("grad_norm", "Gradient norm", "before clipping"),
     ("kl/behaviour", "KL of the sampler", "from the learner, by the k3 estimator"),
-    ("clip_share", "Share of clipped tokens", ""),
+    ("clip_share", "Share of clipped tokens", "tokens whose gradient the method's bounds stop"),
     ("groups/zero_variance", "Groups without spread", "share of groups whose rewards are all equal"),
     ("tokens_per_turn", "Tokens per turn", ""),
     ("seconds", "Seconds per step", ""),
@@ -35,7 +36,7 @@ CHANGED = 3.0  # standard errors
 EXPECTED = ("seconds", "tokens_per_second", "lr", "tasks_drawn")  # metrics that change by the clock or by themselves
 PHASES = (("seconds/rollout", "collect"), ("seconds/learn", "learn"), ("seconds/publish", "publish"))
 STEP_VIEWS = {
-    "who eats the gradient": "gradient", "what if": "what-if", "same policy?": "policy", "who waits for whom": "waits",
+    "gradient shares": "gradient", "what if": "what-if", "sampler and learner": "policy", "where time goes": "waits",
     "is the reward gamed?": "reward",
 }  # fmt: skip
 
@@ -60,6 +61,8 @@ def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     yield FactList("Run", facts)
     if not rows:
         yield Note("This run has not finished a step yet.")
+    if sentence := solved_sentence(run):
+        yield Note(sentence, "good")
     warnings = [message for message in run.messages() if message.get("level", "info") != "info"]
     yield from (Note(f"step {message['step']}: {message.get('text', '')}", "warning") for message in warnings[-12:])
     if run.has_ledger:
@@ -165,7 +168,7 @@ def waits(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         speed = [row["tokens_per_second"] or 0.0 for row in rows]
         yield LineChart("Sampled tokens per second", (Series("tokens per second", x, speed),))
     steps = sorted({row.step for row in rows})
-    number = query.step_of(steps)
+    number = query.step if query.step > 0 else steps[-1]
     yield Choice("step", "episodes of step", str(number), [str(s) for s in steps])
     lines = []
     for row in run.trajectories(step=number, order="t.sampled DESC", limit=EPISODES):

@@ -18,16 +18,18 @@ VIEWS = {  # name: title, module
     "why": ("Why this token", "tokens"),
     "what-if": ("What if", "tokens"),
     "siblings": ("Siblings", "tokens"),
-    "gradient": ("Who eats the gradient", "tokens"),
-    "policy": ("Same policy?", "tokens"),
-    "prompts": ("Where every prompt went", "groups"),
-    "waits": ("Who waits for whom", "steps"),
+    "gradient": ("Gradient shares", "tokens"),
+    "policy": ("Sampler and learner", "tokens"),
+    "prompts": ("Where prompts went", "groups"),
+    "waits": ("Where time goes", "steps"),
     "tasks": ("Tasks", "groups"),
     "reward": ("Is the reward gamed?", "groups"),
 }
 OTHER_PAGES = {"step": ("Step", "steps"), "search": ("Search", "steps")}
 NO_ROLLOUTS = "This run has no rollouts yet: it is at its cold start, or it ended there."
 OF_ROLLOUTS = ("why", "what-if", "siblings", "gradient", "tasks", "reward")
+OF_TOKENS = ("what-if", "gradient")
+NOT_KEPT = "This run keeps no numbers of tokens (--keep-tokens 0)."
 ROWS_OF_A_FILE = (
     "This run trains on rows of a file (--data). The ledger does not hold them: there are no transcripts and factors."
 )
@@ -39,13 +41,21 @@ def show_view(name: str, run: RunReader, query: ViewQuery) -> ViewPage:
     if name not in pages:
         raise SettingError(f"there is no view {name!r}; {nearest(name, pages)}")
     title, module = pages[name]
-    if not run.has_ledger and name != "overview":
-        return ViewPage(name, title, "", [Note(NO_ROLLOUTS)])
-    # a mixed run has both: rows of a file and trajectories
-    if name in OF_ROLLOUTS and run.settings.get("data") and not run.trajectories(limit=1):
-        return ViewPage(name, title, "", [Note(ROWS_OF_A_FILE)])
+    empty = empty_views(run)
+    if name in empty:
+        return ViewPage(name, title, "", [Note(empty[name])], empty)
     if name == "step":  # the only page whose title says what it shows
-        query = replace(query, step=query.step_of(run.steps(), 1))
+        query = replace(query, step=query.step if query.step > 0 else (run.steps() or [1])[-1])
         title = f"Step {query.step}"
     view = getattr(import_module(f"turnwise.inspector.page.views.{module}"), name.replace("-", "_"))
-    return ViewPage(name, title, inspect.getdoc(view) or "", list(view(run, query)))
+    return ViewPage(name, title, " ".join((inspect.getdoc(view) or "").split()), list(view(run, query)), empty)
+
+
+def empty_views(run: RunReader) -> dict[str, str]:
+    """The views that have nothing to show of a run, and why: the navigation greys them out."""
+    if not run.has_ledger:
+        return dict.fromkeys([name for name in (*VIEWS, *OTHER_PAGES) if name != "overview"], NO_ROLLOUTS)
+    # a mixed run has both: rows of a file and trajectories
+    if run.settings.get("data") and not run.trajectories(limit=1):
+        return dict.fromkeys(OF_ROLLOUTS, ROWS_OF_A_FILE)
+    return {} if run.settings.get("keep_tokens", 1) else dict.fromkeys(OF_TOKENS, NOT_KEPT)

@@ -1,11 +1,14 @@
-"""Views of sampled tokens: why one has its gradient, another method's, siblings, who eats the gradient, same policy?"""
+"""Views of sampled tokens: what a step did to one, another method's pushes, siblings, shares of the gradient, sampler and
+learner compared."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,28 +16,35 @@ import torch
 
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.records import Group, Trajectory
+from turnwise.core.signals import Signal
 from turnwise.errors import TurnwiseError
 from turnwise.inspector.factors.explain import cosine, explain_token
+from turnwise.inspector.factors.movement import agreement, pushes_in_context
+from turnwise.inspector.factors.stored_step import SAME_BEFORE_UPDATE
 from turnwise.inspector.page.blocks import (
     BarChart,
     Choice,
     DataTable,
     FactList,
     Note,
+    SideBySide,
     Transcript,
     ViewQuery,
     curves,
-    step_choice,
     token_link,
 )
 from turnwise.inspector.page.step_cache import factors_of, update_of, updates_of
+from turnwise.inspector.page.views.colours import TokenColours
+from turnwise.inspector.page.views.opening import opened_step, opened_token, solved_sentence, step_header
 from turnwise.inspector.page.views.transcripts import token_texts, transcript
 from turnwise.inspector.queries import RunReader
 from turnwise.observe.charts import Cell, ForkDiagram, Link, TreeNode
+from turnwise.recipes import catalogue
 from turnwise.recipes.registry import METHODS
+from turnwise.store.token_columns import TokenColumns
 
-HINTS = ("advantage", "logp", "entropy", "gate", "weight", "slope")  # columns that a pointer over a token shows
-NOT_KEPT = "This run keeps no token numbers (--keep-tokens)."
+HINTS = ("advantage", "logp", "entropy", "gate", "weight")  # columns that a pointer over a token shows
+NOT_KEPT = "No step with numbers of tokens is stored yet."
 DIFFERENCES, TRANSCRIPTS, DIVERGENCE_TEXT = 20, 8, 40
 LENGTHS = (16, 64, 256, 1024, 4096)
 TOP_TOKENS, TOP_GAPS = 25, 15
@@ -59,17 +69,21 @@ POLICY_CURVES = (
 
 
 def why(run: RunReader, query: ViewQuery) -> Iterator[Any]:
-    """Click a token: each factor of its gradient, the piece that computed it, and its peers."""
-    step, name = opened_transcript(run, query)
+    """What a step did to the tokens of one trajectory. Click one: its push, how far it moved, and where the push came from."""
+    step, name, token = opened_token(run, query)
     if not name:
         yield Note("No trajectory is stored yet.")
         return
-    group, trajectory, update = run.trajectory_row(name).group, run.trajectory(name), update_of(run, step, name)
+    steps, row, trajectory = run.kept_steps(), run.trajectory_row(name), run.trajectory(name)
+    if not query.trajectory:
+        yield from step_header(run, query, step, steps)
+    colours, update = TokenColours(run, step, query.colour), update_of(run, step, name)
+    yield colours.choice({"trajectory": name, "token": token})
     yield FactList(
         "Trajectory",
         [
             ("trajectory", trajectory.id),
-            ("group", Link(group, "siblings", {"group": group})),
+            ("group", Link(row.group, "siblings", {"group": row.group})),
             ("task", trajectory.task.key),
             ("step", Link(str(step), "step", {"step": step})),
             ("reward", trajectory.reward),
@@ -79,68 +93,113 @@ def why(run: RunReader, query: ViewQuery) -> Iterator[Any]:
             *((f"reward: {part}", value) for part, value in trajectory.rewards.items()),
         ],
     )
-    columns: dict[str, Any] = {} if update is None else update.of(name)
+    factors: list[Any] = []
     if update is None:
-        steps = run.kept_steps()
         which = f"stored are steps {steps[0]} to {steps[-1]}" if steps else "this run kept none (--keep-tokens)"
         missing = "The numbers of this trajectory's tokens are not stored: it was not trained on, or too long ago"
         yield Note(f"{missing}; {which}.", "warning")
-    elif query.token >= 0:
-        yield from _factors(run, step, name, query)
-    slopes = [-float(x) for x in columns.get("slope", ())]  # of the objective, which rises where the loss falls
-    # 1 where every gradient is 0: nothing is coloured, and nothing divided by 0
-    top = max((abs(x) for x in slopes), default=0.0) or 1.0
-
-    def hint(i: int) -> str:
-        values = {n: float(columns[n][i]) for n in HINTS if n in columns and i < len(columns[n])}
-        return ", ".join(f"{n} {value:.4g}" for n, value in values.items())
-
-    link = lambda i: token_link("", name, step, i)  # noqa: E731
-    about = "Green: the step made the token more likely, red: less; stronger colour: larger gradient."
-    yield transcript(run, trajectory, [x / top for x in slopes], hint, link, query.token, query.offset, about=about)
-
-
-def opened_transcript(run: RunReader, query: ViewQuery) -> tuple[int, str]:
-    """The step and the trajectory that ``why`` shows: without one, that with the largest gradient of a token in the step, or in
-    the newest that is kept. The trajectory is empty where nothing is stored."""
-    name = query.trajectory
-    if not name:
-        step = query.step_of(run.kept_steps(), -1)
-        rows = run.trajectories(step=step if step > 0 else None, limit=1)
-        peaks = []
-        for update in updates_of(run, step):
-            if len(update.columns.get("slope", ())):
-                sizes = np.nan_to_num(np.abs(update.columns["slope"]))
-                at = int(sizes.argmax())
-                owner = int(np.searchsorted(np.cumsum(update.sizes), at, side="right"))
-                peaks.append((float(sizes[at]), update.trajectories[owner]))
-        name = "" if not rows else max(peaks)[1] if peaks else rows[0].id
-    return (query.step if query.step > 0 else run.trajectory_row(name).step) if name else 0, name
+    elif token >= 0:
+        factors = list(_factors(run, step, name, token, query.method))
+    left = transcript(
+        run,
+        trajectory,
+        colours.of(name),
+        token_hints(update, name),
+        lambda i: token_link("", name, step, i, query.colour),
+        token,
+        query.offset,
+        about=colours.about,
+        full=colours.full,
+    )
+    yield SideBySide([left], factors) if factors else left
 
 
-def _factors(run: RunReader, step: int, name: str, query: ViewQuery) -> Iterator[Any]:
+def token_hints(update: TokenColumns | None, name: str) -> Callable[[int], str]:
+    """What a pointer over a token shows: the numbers that the step has of it, all with the sign "up is more likely"."""
+    columns = {} if update is None else update.of(name)
+    shown = {n: columns[n] for n in HINTS if n in columns}
+    if "slope" in columns:
+        shown["push"] = -columns["slope"]
+    if "after" in columns:
+        shown["movement"] = columns["after"] - columns["logp"]
+    return lambda i: ", ".join(f"{n} {float(x[i]):.4g}" for n, x in shown.items() if i < len(x) and math.isfinite(x[i]))
+
+
+def _factors(run: RunReader, step: int, name: str, token: int, method: str) -> Iterator[Any]:
     try:
-        stored, factors = factors_of(run, step, query.method, trajectory=name)
-        one = explain_token(stored, factors, name, query.token)
+        stored, factors = factors_of(run, step, method, trajectory=name)
+        one = explain_token(stored, factors, name, token)
     except TurnwiseError as error:
         yield Note(f"The factors cannot be recomputed: {error}", "warning")
         return
-    direction = "more" if one.gradient > 0 else "less"
-    size = f"gradient {one.gradient:.4g}, {100 * one.share:.2g} % of the update"
-    yield Note(
-        f"The step made this token {direction} likely: {size}." if one.gradient else "This token has no gradient."
+    columns = stored.update.of(name)
+    before, after = (float(columns[n][token]) if n in columns else math.nan for n in ("logp", "after"))
+    context = pushes_in_context(stored, factors, name, token)
+    text = token_texts(run.path, [context[0].id])[0].strip() or "↵"
+    yield Note(f"“{text}” {movement_sentence(before, after)} {push_sentence(one.gradient, one.share, after - before)}")
+    yield FactList(
+        f"Token {token}",
+        [
+            ("push: ∂ objective / ∂ log π", one.gradient),
+            ("its push on its own logit: push · (1 − π)", context[0].on_logit),
+            ("push on its logit from all tokens sampled here", sum(row.on_logit for row in context)),
+            ("probability before the step", math.exp(before) if math.isfinite(before) else None),
+            ("probability after it, measured", math.exp(after) if math.isfinite(after) else None),
+            ("movement: log-probability after − before", after - before if math.isfinite(after - before) else None),
+        ],
+    )
+    rows = [
+        (
+            token_link(row.trajectory, row.trajectory, step, row.token),
+            token_texts(run.path, [row.id])[0],
+            row.push,
+            row.on_logit,
+            row.moved if math.isfinite(row.moved) else None,
+        )
+        for row in context[:DIFFERENCES]
+    ]
+    about = (
+        "all tokens of this update that were sampled after exactly the same text, itself first; their pushes on its logit are "
+        "exact. Other texts, which share the weights, and earlier steps, which the optimiser still follows, moved it, too: they "
+        "are in the movement and not split up here"
+    )
+    yield DataTable(
+        "What pushed this token", ("token of", "text", "its push", "on this logit", "it moved"), rows, about
     )
     if one.agrees is not None:
         same, level = ("equals", "good") if one.agrees else ("DIFFERS from", "warning")
-        yield Note(f"Recomputed gradient {same} what the step stored ({one.stored:.4g}).", level)
+        yield Note(f"The recomputed push {same} the one that the step applied ({one.stored:.4g}).", level)
     chain = [(s.name, s.value, s.piece, s.inputs, s.formula) for s in one.chain]
     yield DataTable("Factors", ("factor", "value", "piece", "numbers", "formula"), chain, f"product: {one.numbers}")
-    yield DataTable("Summands of the gradient", ("part", "value"), one.summands)
+    yield DataTable("Summands of the push", ("part", "value"), one.summands)
     peers = [
         (Link(p.trajectory, "why", {"trajectory": p.trajectory, "step": one.step}), p.reward, p.advantage, p.share)
         for p in one.peers
     ]
-    yield DataTable("Peers", ("trajectory", "reward", "mean advantage", "share of the gradient"), peers)
+    yield DataTable("Siblings", ("trajectory", "reward", "mean advantage", "share of the push"), peers)
+
+
+def movement_sentence(before: float, after: float) -> str:
+    """What was measured, in words."""
+    if not math.isfinite(after - before):
+        return "was not measured again after the step (--remeasure-tokens)."
+    way = "became more likely" if after > before else "became less likely" if after < before else "did not move"
+    size = f"{math.exp(before):.4g} → {math.exp(after):.4g}, {after - before:+.3g} in log-probability"
+    return f"{way} in this step (measured: {size})."
+
+
+def push_sentence(push: float, share: float, moved: float) -> str:
+    """What pushed it, and whether the movement followed."""
+    if not push:
+        return (
+            "The step did not push it: what moved it are other tokens and earlier steps."
+            if moved
+            else "Nothing pushed it."
+        )
+    way = "up" if push > 0 else "down"
+    text = f"The step pushed it {way}, with {100 * share:.2g} % of all pushes of the update."
+    against = " It moved the other way: other tokens share its weights, and the optimiser still follows earlier steps."
+    return text + against * (push * moved < 0)
 
 
 # -------------------------------------------------------------------- what if
@@ -152,11 +211,13 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     if not steps:
         yield Note(NOT_KEPT)
         return
-    step, update, method = query.step_of(steps), max(0, query.update), str(run.settings.get("method", ""))
-    # one that every run can compute: it needs only log-probabilities
-    other = query.method or next(name for name in ("gspo", "dr_grpo") if name != method)
-    yield Choice("method", "another method", other, sorted(METHODS), {"step": step, "update": update})
-    yield Choice("step", "step", str(step), [str(s) for s in steps], {"method": other})
+    step, update = opened_step(run, query, steps), max(0, query.update)
+    method = str(run.settings.get("method", ""))
+    # one that every run can compute and that differs also where all ratios are 1, as in the first update of a step
+    other = query.method or next(name for name in ("dr_grpo", "grpo") if name != method)
+    impossible = impossible_methods(run, step)
+    yield Choice("method", "another method", other, sorted(METHODS), {"step": step, "update": update}, impossible)
+    yield from step_header(run, replace(query, method=other), step, steps)
     try:
         mine, theirs = (factors_of(run, step, name, update)[1] for name in ("", other))
     except TurnwiseError as error:
@@ -167,14 +228,14 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     yield FactList(
         "Agreement",
         [
-            ("cosine of the two token gradients", cosine(a, b)),
+            ("cosine of the pushes on all tokens", cosine(a, b)),
             (
-                f"length of {other}'s, relative to {method}'s",
+                f"size of {other}'s pushes, relative to {method}'s",
                 float(b.norm() / a.norm()) if a.norm() > 0 else float("nan"),
             ),
             ("tokens with opposite signs", f"{100 * float((a * b < 0).double().mean()):.2f} %"),
-            (f"tokens that only {method} moves", only(a, b)),
-            (f"tokens that only {other} moves", only(b, a)),
+            (f"tokens that only {method} pushes", only(a, b)),
+            (f"tokens that only {other} pushes", only(b, a)),
         ],
     )
     left, right = mine.recipe.slots(), theirs.recipe.slots()
@@ -184,7 +245,7 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
 
     tree, names = mine.batch.tree, mine.batch.trajectory_ids
     owner = tree.ancestor(TOKEN, TRAJECTORY)
-    # each method's push on a trajectory, normalised to Σ |gradient| = 1: methods differ in scale, the optimiser takes that out
+    # each method's push on a trajectory, normalised to Σ |push| = 1: methods differ in scale, the optimiser takes that out
     pushes = [
         torch.zeros(tree.count(TRAJECTORY), dtype=x.dtype)
         .index_add(0, owner, x / x.abs().sum().clamp(min=1e-30))
@@ -196,7 +257,7 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         (Link(name, "what-if", {"step": step, "method": other, "trajectory": name}), x, y, y - x)
         for name, x, y in apart[:DIFFERENCES]
     ]
-    about = "push on each trajectory as a share of the update's gradient; the largest differences first"
+    about = "push on each trajectory as a share of all pushes of the update; the largest differences first"
     yield DataTable("Where they differ", ("trajectory", method, other, "difference"), cells, about)
 
     name = query.trajectory or (apart[0][0] if apart else "")
@@ -205,17 +266,34 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     elif name:
         at = (owner == names.index(name)).nonzero().squeeze(1)
         shares = [float(m.factors.share[at].sum()) for m in (mine, theirs)]
-        yield BarChart(f"Share of the gradient that {name} has", (method, other), shares, percent=True)
-        for label, gradient_of in {method: a, other: b}.items():
-            values, top = gradient_of[at].tolist(), float(gradient_of.abs().max()) or 1.0
-            yield transcript(
-                run,
-                run.trajectory(name),
-                [v / top for v in values],
-                lambda i, values=values: f"gradient {values[i]:.4g}",  # type: ignore[misc]
-                lambda i: token_link("", name, step, i),
-                title=f"{name} under {label}",
-            )
+        yield BarChart(f"Share of the pushes on {name}", (method, other), shares, percent=True)
+
+        def under(label: str, push: Any) -> Transcript:
+            values = push[at].tolist()
+            hint = lambda i: f"push {values[i]:.4g}" if i < len(values) else ""  # noqa: E731
+            link = lambda i: token_link("", name, step, i)  # noqa: E731
+            about = "Green: pushed up, red: pushed down. The largest push of the method has the full colour."
+            top, title = float(push.abs().max()), f"{name} under {label}"
+            return transcript(run, run.trajectory(name), values, hint, link, title=title, about=about, full=top)
+
+        yield SideBySide([under(method, a)], [under(other, b)])
+
+
+def impossible_methods(run: RunReader, step: int) -> dict[str, str]:
+    """The methods that cannot be computed on a stored step, each with what they read and the run did not measure."""
+    columns = {name for update in updates_of(run, step) for name in update.columns}
+    return _impossible(frozenset(columns) & frozenset(map(str, Signal)))
+
+
+@lru_cache(maxsize=8)
+def _impossible(measured: frozenset[str]) -> dict[str, str]:
+    available = {*measured, *SAME_BEFORE_UPDATE}
+    reasons = {}
+    for name in METHODS:
+        missing = sorted(str(signal) for signal in catalogue.parse_method(name).objective.signals - available)
+        if missing:
+            reasons[name] = f"reads {', '.join(missing)}, which this run did not measure"
+    return reasons
 
 
 # ------------------------------------------------------------------- siblings
@@ -224,18 +302,20 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
 def siblings(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """The trajectories of one group: where they part, and what each was credited with."""
     name = query.group
-    if not name:  # the newest group that has spread
-        groups = [
-            g for g in (run.groups(step=query.step) if query.step > 0 else run.groups(limit=400)) if g.trajectories
-        ]
-        spread = [g for g in groups if g.reward_low != g.reward_high]
-        name = (spread or groups)[-1].id if groups else ""
     if not name:
-        yield Note("No group has finished yet.")
-        return
+        step, telling, _ = opened_token(run, ViewQuery(step=query.step))
+        if not telling:
+            yield Note("No group has finished yet.")
+            return
+        groups = [g for g in run.groups(step=step) if g.trajectories]
+        spread = [g for g in groups if g.reward_low != g.reward_high]
+        stored = update_of(run, step, telling) is not None
+        name = run.trajectory_row(telling).group if stored or not spread else spread[0].id
+        yield from step_header(run, query, step, run.kept_steps() or run.steps())
     row, group = run.group_row(name), run.group(name)
     step, members = row.step, group.trajectories
-    yield Choice("group", f"group of step {step}", name, [g.id for g in run.groups(step=step) if g.trajectories])
+    names = [g.id for g in run.groups(step=step) if g.trajectories]
+    yield Choice("group", f"group of step {step}", name, names, {"colour": query.colour} if query.colour else {})
     yield FactList(
         "Group",
         [
@@ -277,20 +357,19 @@ def siblings(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     columns = ("trajectory", "reward", "success", "mean advantage", "turns", "tokens", "status", "forks from")
     yield DataTable("Trajectories", columns, rows)
     yield _divergence(run, group)
+    colours = TokenColours(run, step, query.colour, "advantage")
+    yield colours.choice({"group": name})
     for t in sorted(members, key=lambda t: -t.reward)[:TRANSCRIPTS]:
-        yield _credited(run, t, step, advantages[t.id])
-
-
-def _credited(run: RunReader, trajectory: Trajectory, step: int, advantages: list[float]) -> Transcript:
-    top = max((abs(a) for a in advantages), default=0.0) or 1.0
-    return transcript(
-        run,
-        trajectory,
-        [a / top for a in advantages],
-        lambda i: f"advantage {advantages[i]:.4g}" if i < len(advantages) else "",
-        lambda i: token_link("", trajectory.id, step, i),
-        title=f"{trajectory.id}: reward {trajectory.reward:g}",
-    )
+        yield transcript(
+            run,
+            t,
+            colours.of(t.id),
+            token_hints(updates[t.id], t.id),
+            lambda i, one=t.id: token_link("", one, step, i),  # type: ignore[misc]
+            title=f"{t.id}: reward {t.reward:g}",
+            about=colours.about,
+            full=colours.full,
+        )
 
 
 def _divergence(run: RunReader, group: Group) -> DataTable:
@@ -319,7 +398,7 @@ def _divergence(run: RunReader, group: Group) -> DataTable:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """One token's gradient and where it stands."""
+    """One token's push and movement, and where it stands."""
 
     trajectory: Trajectory
     index: int
@@ -327,47 +406,68 @@ class TokenShare:
     agent: str
     part: str
     token: int
-    slope: float
+    push: float
     advantage: float
+    moved: float  # NaN: not measured
 
 
 def gradient(run: RunReader, query: ViewQuery) -> Iterator[Any]:
-    """Shares of Σ |∂ loss / ∂ log π| over the sampled tokens of one step, as the step applied it."""
+    """Which tokens one step pushed: shares of Σ |push|, with push = ∂ objective / ∂ log π as the step applied it; and how far
+    they moved."""
     steps = run.kept_steps()
     if not steps:
         yield Note(NOT_KEPT)
         return
-    step = query.step_of(steps)
-    yield step_choice(step, steps)
+    step = opened_step(run, query, steps)
+    yield from step_header(run, query, step, steps)
     if step not in steps:
         yield Note(f"The tokens of step {step} are not stored; stored are steps {steps[0]} to {steps[-1]}.", "warning")
         return
     tokens = list(_tokens(run, step))
-    total = sum(abs(t.slope) for t in tokens)
+    total = sum(abs(t.push) for t in tokens)
     if not total:
-        yield Note("No token of this step has a gradient: all advantages are 0, or every token is masked.", "warning")
+        why_none = solved_sentence(run) or "All its advantages are 0, or every token is masked."
+        yield Note(f"Step {step} pushed no token. {why_none}", "warning")
         return
+    yield from _push_and_movement(run, step)
     keys = {
         "By turn": lambda t: f"turn {t.turn}" if t.turn < 8 else "turn 8 and later",
         "By agent": lambda t: t.agent,
         "By part of the answer": lambda t: t.part,
-        "By sign": lambda t: "made more likely" if t.slope < 0 else "made less likely" if t.slope > 0 else "not moved",
+        "By direction": lambda t: "pushed up" if t.push > 0 else "pushed down" if t.push < 0 else "not pushed",
         "By length of the trajectory": lambda t: _length(t.trajectory.sampled),
         "By difficulty": lambda t: f"difficulty {t.trajectory.task.difficulty}",
     }
     for name, key in keys.items():
         shares, counts = defaultdict[str, float](float), Counter(map(key, tokens))
         for t in tokens:
-            shares[key(t)] += abs(t.slope) / total
+            shares[key(t)] += abs(t.push) / total
         labels = [f"{label} ({100 * counts[label] / len(tokens):.0f} % of tokens)" for label in sorted(shares)]
         yield BarChart(name, labels, [shares[label] for label in sorted(shares)], percent=True)
     rows = []
-    for t in sorted(tokens, key=lambda t: -abs(t.slope))[:TOP_TOKENS]:
+    for t in sorted(tokens, key=lambda t: -abs(t.push))[:TOP_TOKENS]:
         link = token_link(f"{t.trajectory.id} #{t.index}", t.trajectory.id, step, t.index)
         text = token_texts(run.path, [t.token])[0]
-        rows.append((link, text, t.part, t.turn, t.advantage, -t.slope, abs(t.slope) / total))
-    columns = ("token", "text", "part", "turn", "advantage", "gradient", "share")
-    yield DataTable("Top tokens", columns, rows, "the largest gradients of the step")
+        moved = t.moved if math.isfinite(t.moved) else None
+        rows.append((link, text, t.part, t.turn, t.advantage, t.push, abs(t.push) / total, moved))
+    columns = ("token", "text", "part", "turn", "advantage", "push", "share of all pushes", "movement")
+    yield DataTable(
+        "Tokens with the largest pushes", columns, rows, "movement: log-probability after the step − before"
+    )
+
+
+def _push_and_movement(run: RunReader, step: int) -> Iterator[Any]:
+    """What was measured after the step, and how far pushes foretell it."""
+    for update in updates_of(run, step):
+        one = agreement(update)
+        if one.measured:
+            facts: list[tuple[str, Cell]] = [
+                ("tokens measured again after the step", f"{one.measured} of {sum(update.sizes)}"),
+                ("pushed tokens that moved the way they were pushed", f"{100 * one.same_sign:.0f} %"),
+                ("correlation with movement, by token", one.tokens),
+                ("correlation with movement, sums of a trajectory", one.trajectories),
+            ]
+            yield FactList("Push on its own logit, and movement", facts)
 
 
 def _length(tokens: int) -> str:
@@ -381,10 +481,12 @@ def _tokens(run: RunReader, step: int) -> Iterator[TokenShare]:
     for update in updates_of(run, step):
         for name, trajectory in run.stored_trajectories(update.trajectories).items():
             columns, index = update.of(name), 0
+            moved = columns["after"] - columns["logp"] if "after" in columns else np.full(trajectory.sampled, np.nan)
             for number, turn in enumerate(trajectory.turns):
                 for token, part in zip(turn.tokens, answer_parts(token_texts(run.path, turn.tokens))):
-                    slope, advantage = float(columns["slope"][index]), float(columns["advantage"][index])
-                    yield TokenShare(trajectory, index, number, turn.agent, part, token, slope, advantage)
+                    push, advantage = -float(columns["slope"][index]), float(columns["advantage"][index])
+                    where = (trajectory, index, number, turn.agent, part, token)
+                    yield TokenShare(*where, push, advantage, float(moved[index]))
                     index += 1
 
 
@@ -403,8 +505,8 @@ def policy(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """Whether the policy that is trained is the one that sampled, and how old the samples are."""
     steps = run.kept_steps()
     if steps:
-        step = query.step_of(steps)
-        yield step_choice(step, steps)
+        step = opened_step(run, query, steps)
+        yield from step_header(run, query, step, steps)
         yield from _gaps(run, step)
     else:
         yield Note("No token numbers are stored, so single steps cannot be compared (--keep-tokens).")

@@ -5,6 +5,7 @@ A turn shows at most a few thousand tokens and a message a few ten thousand char
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -40,15 +41,17 @@ def token_texts(run: Path, ids: Sequence[int]) -> list[str]:
 def transcript(
     run: RunReader,
     trajectory: Trajectory,
-    tones: Sequence[float],
+    values: Sequence[float],
     hint: Callable[[int], str],
     link: Callable[[int], Link],
     selected: int = -1,
     offset: int = 0,
     title: str = "Transcript",
     about: str = "",
+    full: float = 0.0,
 ) -> Transcript:
-    """``tones``, ``hint``, ``link``: colour, tooltip and target of each sampled token, by its index in the trajectory."""
+    """``values``, ``hint``, ``link``: what colours each sampled token, its tooltip and target, by its index in the trajectory.
+    ``full``: the value of the full colour."""
     turns: list[TurnBlock] = []
     messages, index, cursor = trajectory.messages, 0, 0
     for number, turn in enumerate(trajectory.turns):
@@ -62,7 +65,7 @@ def transcript(
         shown = range(start, min(count, start + TOKENS_SHOWN)) if start < count else range(0)
         cells = []
         for text, at in zip(token_texts(run.path, [turn.tokens[i] for i in shown]), (index + i for i in shown)):
-            tone = float(tones[at]) if at < len(tones) else 0.0
+            tone = float(values[at]) / full if full and at < len(values) and math.isfinite(values[at]) else 0.0
             cells.append(TokenCell(text, tone, hint(at), link(at), at == selected))
         facts = [f"turn {number}", f"{count} tokens", f"reward {turn.reward:g}"]
         facts += ["history rewritten"] if turn.restart else []
@@ -73,7 +76,7 @@ def transcript(
     turns += [_message(m) for m in messages[cursor:] if m.get("role") != "assistant"]
     if not any(turn.tokens for turn in trajectory.turns):
         turns = [_message(m) for m in messages]  # the token arrays were pruned
-    return Transcript(title, turns, about)
+    return Transcript(title, turns, about, full)
 
 
 def _message(message: Message) -> TurnBlock:
