@@ -29,7 +29,7 @@ PUBLIC_MODULES = (
     "integrations/padded.py",
     "errors.py",
 )
-README_WORDS = 900
+README_WORDS = 1_100
 
 
 def name_of(page: Path) -> str:
