@@ -30,7 +30,11 @@ from turnwise.core.records import Completion, Sampling, Stop, Trajectory, Turn
 from turnwise.inspector.queries import RunReader
 
 GROUP_SIZE = 8
-VARIANTS: dict[str, dict[str, Any]] = {"1 process": {}, "--isolate-env": {"isolate_env": True}}
+CORES = len(os.sched_getaffinity(0))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "1 process": {"env_processes": 1},
+    f"{CORES} processes": {"env_processes": CORES},
+}
 SAMPLE_SECONDS = 0.002
 TOP = 16
 

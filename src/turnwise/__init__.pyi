@@ -48,6 +48,7 @@ def train(
     history: int = 0,  # number of latest observations in a prompt, besides the task; 0: all
     env_seconds: float = 30.0,  # time limit of one call into the environment, in seconds
     isolate_env: bool = False,  # play episodes in other processes, so that an environment that crashes or freezes ends only its own episodes
+    env_processes: int = 0,  # processes that play whole episodes; 1: the run's own; 0: as many as cores where a GPU computes, else 1
     opponents: Any = ...,  # who holds the other seats of a game: self (the policy, trained at every seat), past (older policies of this run: past,keep=8,every=5,pool=spread), or scripted:random (or oracle, demonstrator)
     agent: Any = '',  # agent of your own that plays the episodes: an async function (task, client) -> reward as module:name or file.py:name, a command with arguments that finds the policy in OPENAI_BASE_URL, or `external`: agents elsewhere take episodes at --agent-address
     agent_seconds: float = 300.0,  # time limit of an agent's whole episode, in seconds
@@ -131,6 +132,7 @@ def train(
     checkpoint_every: int = 20,  # steps between checkpoints
     keep_checkpoints: int = 2,  # number of checkpoints to keep
     keep_tokens: int = 200,  # newest steps whose numbers of each token `turnwise view` can explain; 0: none
+    remeasure_tokens: int = 512,  # of such a step, tokens whose log-probability is measured again after it, in whole groups; 0: none
     profile: bool = False,  # time and trace a few steps; write profile.md and trace.json.gz to the run directory
     trackers: tuple[str, ...] = ('tensorboard',),  # trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio
     learning_rate: float = ...,  # TRL's name of lr

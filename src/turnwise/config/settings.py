@@ -72,6 +72,9 @@ class EnvironmentSection:
         False,
         "play episodes in other processes, so that an environment that crashes or freezes ends only its own episodes",
     )
+    env_processes: Count = setting(
+        0, "processes that play whole episodes; 1: the run's own; 0: as many as cores where a GPU computes, else 1"
+    )
     opponents: Opponents = setting(
         Opponents(),
         "who holds the other seats of a game: self (the policy, trained at every seat), past (older policies of this run: "

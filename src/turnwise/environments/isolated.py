@@ -19,7 +19,7 @@ import json
 import random
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -118,18 +118,29 @@ class EpisodeWorker:
         return encode_step(read_step(value)) if method == "step" else value
 
 
-def main(descriptor: int, name: str) -> None:
+def serve_episodes(
+    descriptor: int, name: str, respond: Callable[[bytes], Awaitable[bytes]], gather_seconds: float = 0.0
+) -> None:
+    """What a process that plays episodes does: import the environment ``name``, then ``respond`` until its socket closes."""
     end_with_parent()
     import_from_current_folder()
     # an import may take long and counts for no call; the first episode reports a fault
     with contextlib.suppress(Exception):
         environments.load(name)
-    worker = EpisodeWorker()
 
     async def answer(payload: bytes) -> bytes:
-        return b"{}" if payload == READY else (await worker.answer(payload)).encode()
+        return b"{}" if payload == READY else await respond(payload)
 
-    serve_concurrently(Connection(descriptor), answer)
+    serve_concurrently(Connection(descriptor), answer, gather_seconds)
+
+
+def main(descriptor: int, name: str) -> None:
+    worker = EpisodeWorker()
+
+    async def respond(payload: bytes) -> bytes:
+        return (await worker.answer(payload)).encode()
+
+    serve_episodes(descriptor, name, respond)
 
 
 EPISODES_PER_PROCESS = 8
@@ -152,11 +163,16 @@ class HostPool(Protocol):
 
 
 class EnvironmentProcess(Worker):
-    """A process that plays episodes; any number of calls at a time."""
+    """A process that plays episodes, any number at a time: their environments' calls, or with another ``module`` all of them."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(__name__, name)
+    def __init__(self, name: str, module: str = __name__) -> None:
+        super().__init__(module, name)
         self.name, self._ready = name, self.ask(READY)
+        self.prepared = set[int]()  # kinds of whole episodes that it has the parts for
+        self.watch: asyncio.Task[None] | None = (
+            None  # whether its interpreter still runs, while it plays whole episodes
+        )
+        self.watched = 0  # whole episodes in it
 
     async def started(self) -> None:
         """Wait until the process has imported the environment."""
@@ -176,20 +192,26 @@ class EnvironmentProcess(Worker):
 
     async def request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a call. Raises ``HostLost`` where the process dies first."""
-        # a process that another episode ended before this call tells nothing against this one
-        was_lost, method = bool(self.ended), request["method"]
+        method, payload = request["method"], json.dumps(request, default=plain).encode()
         try:
-            reply: dict[str, Any] = json.loads(await self.exchange(json.dumps(request, default=plain).encode()))
+            reply: dict[str, Any] = json.loads(await self.deliver(payload, method))
         # the process cannot be asked to stop: it did not even answer
         except asyncio.CancelledError:  # the limit has passed, or the run stops
             self.kill(f"was killed, because {method} neither answered nor could be interrupted")
             raise
-        except WorkerLost as lost:
-            suspect = not (was_lost or self.killed)  # one that we killed ended for a call that never ends
-            raise HostLost(f"the environment's process {lost} during {method}", suspect) from None
         if "lost" in reply:
             raise HostLost(reply["lost"])
         return reply
+
+    async def deliver(self, payload: bytes, what: str) -> bytes:
+        """The answer to a payload. Raises ``HostLost`` where the process dies first."""
+        # a process that another episode ended before this call tells nothing against this one
+        was_lost = bool(self.ended)
+        try:
+            return await self.exchange(payload)
+        except WorkerLost as lost:
+            suspect = not (was_lost or self.killed)  # one that we killed ended for a call that never ends
+            raise HostLost(f"the environment's process {lost} during {what}", suspect) from None
 
 
 class ProcessPool(SharedWorkers[EnvironmentProcess]):
@@ -197,9 +219,9 @@ class ProcessPool(SharedWorkers[EnvironmentProcess]):
 
     moves = 2  # of an episode, to a process of its own: then it is to blame
 
-    async def place(self, name: str, alone: bool) -> EnvironmentProcess:
-        """A living process with room for an episode; a new one if there is none."""
-        process = self.take(name, alone=alone)
+    async def place(self, name: str, alone: bool, least: int = 0) -> EnvironmentProcess:
+        """A living process with room for an episode; a new one if there is none, or if fewer than ``least`` run."""
+        process = self.take(name, alone=alone, least=least)
         try:
             await process.started()
         except BaseException:

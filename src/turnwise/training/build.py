@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator, GroupScorer, Learner, Session
-from turnwise.core.records import Facts, Sampling, Task, Trajectory
+from turnwise.core.records import Facts, Sampling, Task
 from turnwise.core.seeds import stable_seed
 from turnwise.engines.experts import free_routing
 from turnwise.engines.generator.paired_generators import SelfPlayGenerator
@@ -24,11 +24,11 @@ from turnwise.models import loading
 from turnwise.models.fetch import resolve
 from turnwise.models.tiny import tiny_model, tiny_tokenizer
 from turnwise.recipes.recipe import Recipe
-from turnwise.rollout.episode import Episode, OtherSeats
+from turnwise.rollout.episode import OtherSeats
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
-from turnwise.rollout.support import SupportResolver
-from turnwise.training.agents import agent_play
+from turnwise.training.episodes import make_play as make_play
+from turnwise.training.episodes import make_renderer as make_renderer
 from turnwise.training.interrupt import run_async
 from turnwise.training.plan import EnvSpec, read_template
 
@@ -52,11 +52,6 @@ def load_tokenizer(settings: Settings, env_spec: EnvSpec, path: Path | None = No
     if settings.template:
         tokenizer.chat_template = read_template(settings.template)
     return tokenizer
-
-
-def make_renderer(settings: Settings, tokenizer: Any) -> Renderer:
-    """The renderer of a run: its tokenizer with the settings for its chat template."""
-    return Renderer(tokenizer, settings.template_options, settings.tool_syntax, settings.describe_tools)
 
 
 def byte_tokenizer() -> Any:
@@ -128,45 +123,6 @@ def seat_plan(settings: Settings, env_class: type, renderer: Renderer, generator
         return OtherSeats(seat, plays, {"seat": seat, "opponent": opponents.scripted})
 
     return None if opponents.kind == "self" else plan
-
-
-def make_play(
-    env_spec: EnvSpec,
-    renderer: Renderer,
-    sampling: Sampling,
-    record_masked: bool = False,
-    seats: SeatPlan | None = None,
-) -> Any:
-    """A ``EpisodeRunner``: one episode of one task with one session. ``record_masked`` also records each prompt with its latest
-    observation masked. ``seats`` says who plays those that are not the policy's."""
-    limits = env_spec.limits
-    if env_spec.agent is not None:
-        return agent_play(
-            env_spec.try_make,
-            env_spec.agent,
-            renderer,
-            sampling,
-            limits,
-            env_spec.columns,
-            env_spec.paid_from,
-        )
-    resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools)
-
-    async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
-        if more.get("support") is not None:
-            try:
-                more["support"] = await resolver.resolve(more["support"], task)
-            except Exception as fault:  # raised by the environment
-                session.close()
-                return Trajectory(key, task, ()).failed(f"no help for this task: {fault}")
-        env = env_spec.try_make(task)
-        if seats is not None:
-            more["others"] = seats(key, task, env, session)
-        return await Episode(
-            key, task, env, session, renderer, sampling, limits, temperature_scale, record_masked, **more
-        ).run()
-
-    return play
 
 
 def make_evaluator(

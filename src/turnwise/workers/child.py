@@ -32,28 +32,40 @@ def serve(connection: Connection, answer: Callable[[bytes], bytes]) -> None:
                     connection.send_bytes(pack([(number, answer(payload))]))
 
 
-def serve_concurrently(connection: Connection, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
+def serve_concurrently(
+    connection: Connection, answer: Callable[[bytes], Awaitable[bytes]], gather_seconds: float = 0.0
+) -> None:
     """Answer all requests at the same time, in an event loop of this thread. A request that its asker gives up is cancelled.
-    Never returns: when the socket closes, the process ends, whatever its threads do."""
+    ``gather_seconds``: for which an answer may wait for others that are not ready yet, because the asker has more to do than
+    this process. Never returns: when the socket closes, the process ends, whatever its threads do."""
     loop, tasks, replies = asyncio.new_event_loop(), dict[int, asyncio.Task[None]](), list[tuple[int, bytes]]()
+    unanswered = set[int]()
 
     async def respond(number: int, payload: bytes) -> None:
-        replies.append((number, await answer(payload)))
-        if len(replies) == 1:  # those that are ready in the same moment go with it
+        try:
+            replies.append((number, await answer(payload)))
+        finally:
+            unanswered.discard(number)
+        if not unanswered:
             loop.call_soon(send)
+        elif len(replies) == 1:  # those that are ready in the same moment go with it
+            loop.call_later(gather_seconds, send)
 
     def send() -> None:
-        with contextlib.suppress(OSError):  # the asker has ended, and the reader ends this process
-            connection.send_bytes(pack(replies))
-        replies.clear()
+        if replies:
+            with contextlib.suppress(OSError):  # the asker has ended, and the reader ends this process
+                connection.send_bytes(pack(replies))
+            replies.clear()
 
     def take(records: list[tuple[int, bytes]]) -> None:
         for number, payload in records:
             if payload:
+                unanswered.add(number)
                 tasks[number] = loop.create_task(respond(number, payload))
                 tasks[number].add_done_callback(partial(tasks.pop, number))
             elif number in tasks:
                 tasks[number].cancel()
+                unanswered.discard(number)  # a task that never began has no end, either
 
     def read() -> None:
         # in a thread: whoever asks never waits because this process computes

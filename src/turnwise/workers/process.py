@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -148,7 +148,9 @@ class Worker(WorkerProcess):
         self.users = 0  # that a pool gave it to
         self.alone = False  # whether its user must not share it
         self._pending: dict[int, Answer] = {}
-        self._numbers, self._outbox = itertools.count(), SimpleQueue[tuple[int, bytes]]()
+        self._numbers, self._outbox = itertools.count(), deque[tuple[int, bytes]]()
+        self._wake = SimpleQueue[None]()  # wakes the writer
+        self._waking: asyncio.AbstractEventLoop | None = None  # that will do so at the end of its round
         for target in (self._read, self._write):
             threading.Thread(target=target, daemon=True, name="turnwise-worker").start()
 
@@ -157,19 +159,33 @@ class Worker(WorkerProcess):
         return self._ask(payload, Future())
 
     def exchange(self, payload: bytes) -> asyncio.Future[bytes]:
-        """``ask``, in an event loop, which is woken once for all answers that come together."""
-        return self._ask(payload, asyncio.get_running_loop().create_future())
+        """``ask``, in an event loop, which is woken once for all answers that come together. What it asks in one round is one
+        frame: to wake a thread costs more than the rest of a request."""
+        loop = asyncio.get_running_loop()
+        return self._ask(payload, loop.create_future(), loop)
 
-    def _ask(self, payload: bytes, answer: AnyAnswer) -> AnyAnswer:
+    def _post(self, record: tuple[int, bytes], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._outbox.append(record)
+        if loop is None:
+            self._wake.put(None)
+        elif self._waking is not loop:
+            self._waking = loop
+            loop.call_soon(self._end_round)
+
+    def _end_round(self) -> None:
+        self._waking = None
+        self._wake.put(None)
+
+    def _ask(self, payload: bytes, answer: AnyAnswer, loop: asyncio.AbstractEventLoop | None = None) -> AnyAnswer:
         number = next(self._numbers)
         self._pending[number] = answer
 
         def drop(done: Answer) -> None:
             if done.cancelled() and self._pending.pop(number, None) is not None:
-                self._outbox.put((number, b""))  # the process need not finish it
+                self._post((number, b""))  # the process need not finish it
 
         answer.add_done_callback(drop)
-        self._outbox.put((number, payload))
+        self._post((number, payload), loop)
         if self.ended:  # perhaps before the answer was among those that its end fails
             self._settle([(number, None)])
         return answer
@@ -186,9 +202,9 @@ class Worker(WorkerProcess):
                 self.kill(late if isinstance(fault, TimeoutError) else "was interrupted")
             raise
 
-    def kill(self, reason: str) -> None:
-        """End the process; ``reason`` continues a sentence about it."""
-        self.ended, self.killed = self.ended or reason, True
+    def kill(self, reason: str, blame: bool = False) -> None:
+        """End the process; ``reason`` continues a sentence about it. ``blame``: for what it was asked at this moment."""
+        self.ended, self.killed = self.ended or reason, not blame
         if self.process.poll() is None:
             kill_group(self.process.pid)
 
@@ -219,10 +235,10 @@ class Worker(WorkerProcess):
         # in a thread: a socket whose reader is stuck would block whoever asks
         try:
             while not self.ended:
-                records = [self._outbox.get()]
-                while not self._outbox.empty():  # nobody else takes from it
-                    records.append(self._outbox.get())
-                self.send_bytes(pack(records))
+                self._wake.get()
+                records = [self._outbox.popleft() for _ in range(len(self._outbox))]  # nobody else takes from it
+                if records:
+                    self.send_bytes(pack(records))
         except WorkerStuck:
             self.kill(f"has read nothing for {self.seconds:.0f} s: it is stopped or stuck")
         except (OSError, ValueError):
@@ -238,7 +254,7 @@ class Worker(WorkerProcess):
             self.kill("closed its socket")
             self.process.wait()
         self.ended = self.ended or self.how_it_ended()
-        self._outbox.put((0, b""))  # wakes the writer
+        self._wake.put(None)
         self._settle([(number, None) for number in tuple(self._pending)])
         self.connection.close()
         if self.log is not None:
@@ -257,18 +273,26 @@ class SharedWorkers(Generic[AnyWorker]):
         self._start, self._share, self._lock, self._owner = start, share, threading.Lock(), os.getpid()
         _pools.add(self)
 
-    def take(self, *arguments: Any, alone: bool = False) -> AnyWorker:
-        """A living worker with room, or a new one, started with ``arguments``. ``alone``: one that nobody else has."""
+    def take(self, *arguments: Any, alone: bool = False, least: int = 0) -> AnyWorker:
+        """The living worker with the fewest users, or a new one, started with ``arguments``: where all are full, or where fewer
+        than ``least`` live and none is idle. ``alone``: one that nobody else has."""
         with self._lock:
-            self.workers[:] = [worker for worker in self.workers if not worker.ended and worker.process.poll() is None]
-            most = 1 if alone else self._share
-            worker = next((w for w in self.workers if w.users < most and not w.alone), None)
+            worker = self._with_room(alone, least)
+            while worker is not None and worker.process.poll() is not None:  # its reader does not know yet
+                self.workers.remove(worker)
+                worker = self._with_room(alone, least)
             if worker is None:
                 worker = self._start(*arguments)
                 self.workers.append(worker)
             worker.users += 1
             worker.alone = alone
             return worker
+
+    def _with_room(self, alone: bool, least: int) -> AnyWorker | None:
+        self.workers[:] = [worker for worker in self.workers if not worker.ended]
+        most = 1 if alone or len(self.workers) < least else self._share
+        with_room = (worker for worker in self.workers if worker.users < most and not worker.alone)
+        return min(with_room, key=lambda worker: worker.users, default=None)
 
     def leave(self, worker: AnyWorker) -> None:
         with self._lock:
