@@ -67,7 +67,6 @@ def test_bisect_finds_no_difference_in_a_run_and_one_between_seeds(finished, cap
 
 
 def test_compare_reads_really_trained_runs(finished, tmp_path, capsys):
-    pytest.importorskip("scipy", reason="SciPy is not installed")
     paths = [str(finished(name)) for name in ("grpo", "grpo1", "dr_grpo", "dr_grpo1")]
     assert main(["compare", *paths, "--json"]) == 0
     assert {label: sorted(seeds) for label, seeds in printed(capsys)["values"].items()} == {
@@ -80,7 +79,6 @@ def test_compare_reads_really_trained_runs(finished, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_sweep_trains_a_grid_and_refuses_an_unknown_setting(tmp_path, capsys):
-    pytest.importorskip("scipy", reason="SciPy is not installed")
     words = ["sweep", "dr_grpo", "--grid", "lr=1e-4,1e-3", "--seeds", "2", "--minutes", "9", "--steps", "1"]
     assert main([*words, *FLAGS, "--out", str(tmp_path), "--json"]) == 0
     assert "lr=1e-4" in capsys.readouterr().out

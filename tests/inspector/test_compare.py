@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("scipy", reason="the extra `inspector` is not installed")
-
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
 from turnwise.inspector.compare.comparison import (
@@ -26,6 +24,7 @@ from turnwise.inspector.compare.comparison import (
     paired_difference,
     read_outcome,
     spent,
+    student_t,
 )
 from turnwise.inspector.compare.live import compare_live, grid_variants, method_variants
 from turnwise.store.atomic import write_sealed
@@ -156,3 +155,10 @@ def test_it_reproduces_the_projects_table(task):
     means = {label: 100 * sum(by_seed.values()) / len(by_seed) for label, by_seed in comparison.values.items()}
     assert len(printed) >= 3 and means == pytest.approx(printed, abs=0.7)  # rounded, and read at the smallest budget
     assert not comparison.decided  # three seeds
+
+
+def test_quantiles_of_student_are_those_of_the_tables():
+    """Of the t distribution with 1, 2, 5, 10 and 30 degrees of freedom: the values that every book prints."""
+    printed = {1: (6.314, 63.657), 2: (2.920, 9.925), 5: (2.015, 4.032), 10: (1.812, 3.169), 30: (1.697, 2.750)}
+    for freedom, values in printed.items():
+        assert [round(student_t(p, freedom), 3) for p in (0.95, 0.995)] == list(values)

@@ -98,12 +98,20 @@ class PairedDifference:
 
 @functools.cache
 def student_t(probability: float, freedom: int) -> float:
-    """The quantile of Student's t distribution."""
-    try:
-        from scipy.stats import t
-    except ImportError:
-        raise SettingError("comparisons need SciPy; install it: pip install 'turnwise-rl[inspector]'") from None
-    return float(t.ppf(probability, freedom))
+    """The quantile of Student's t distribution, for a probability of at least one half."""
+    low, high = 0.0, math.pi / 2  # of the angle θ = atan(t / √ν), in which the distribution is a finite sum
+
+    def between(angle: float) -> float:
+        """P(|T| < t): Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+        term = total = 1.0 if freedom % 2 == 0 else math.cos(angle) if freedom > 1 else 0.0
+        for k in range(2 + freedom % 2, freedom - 1, 2):
+            term *= (k - 1) / k * math.cos(angle) ** 2
+            total += term
+        return math.sin(angle) * total if freedom % 2 == 0 else (angle + math.sin(angle) * total) * 2 / math.pi
+
+    while low < (middle := (low + high) / 2) < high:  # until no number lies between the two
+        low, high = (middle, high) if between(middle) < 2 * probability - 1 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
 def paired_difference(left: Sequence[float], right: Sequence[float], alpha: float) -> PairedDifference:
