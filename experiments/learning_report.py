@@ -1,4 +1,4 @@
-"""Writes the page docs/learning.md from the rows of finished sweeps. Knows rows; runs nothing."""
+"""Writes docs/learning.md, short, and docs/learning-all.md from the rows of finished sweeps. Knows rows; runs nothing."""
 
 from __future__ import annotations
 
@@ -15,102 +15,128 @@ from turnwise import recipes
 
 DEFAULT_ROWS = ROOT / "experiments/results/default.jsonl"
 VALUES_ROWS = ROOT / "experiments/results/values.jsonl"
-ABOUT = """<!-- Written by `make learning` from the rows in `experiments/results/`. Do not edit. -->
-
-Held-out success of every method before and after a short run, and the change in points with its 95 % interval
-(Newcombe, from the Wilson intervals of both evaluations). `python experiments/learning_sweep.py` makes new rows. A
-method is said to learn if the interval of the change lies above zero in every seed that was run. Most methods have one
-seed: that shows that a method can learn here, not that it learns from every start, and not which of two is better.
-Where there are several seeds, the interval is that of the mean over them.
+GENERATED = "<!-- Written by `make learning` from the rows in `experiments/results/`. Do not edit. -->"
+ABOUT = """Held-out success of methods before and after a short run with a million parameters, and the change in points with its 95
+% interval (Newcombe). A method *learns* if that interval lies above zero in every seed that was run. Most methods have
+one seed: that shows that a method can learn here, not that it learns from every start, and not which of two is better.
 
 ## The default method
 
-Why `dr_grpo` is the default: from the same cold starts, 100 steps each (`experiments/learning_sweep.py` with `--steps
-100 --eval-tasks 200`, stopped after seven minutes; rows in `experiments/results/default.jsonl`), the eight baselines
-end within a few points of each other, so the default is the cheapest and simplest of them: no critic, no reference
-model, no division by a group's standard deviation. `dapo` takes longest, because it samples groups until all have a
-signal.
+The eight baselines end within a few points of each other (100 steps each from the same cold starts), so the default is
+the cheapest and simplest of them, `dr_grpo`: no critic, no reference model, no division by a group's standard
+deviation. `dapo` takes longest, because it samples groups until all have a signal.
 
 DEFAULTS
 
 Five seeds of five of the default run reached 95 % and gained at least 53 points (`experiments/default_seeds.md`).
 
+## Best and worst
+
+Every method has the settings of its task; none was tuned for a method, except where the plan
+(`experiments/learning_plan.py`) names one. Each line is one task: compare methods inside a line, not between lines.
+
+TASKS
+
+Notable:
+
+- With one update on each fresh batch the importance ratio is 1, and many trust-region methods coincide. With two passes
+  of four mini-batches the data is up to seven updates old, and they differ: there `opmd` and `rloo_kl` do not learn.
+- On `keydoor`, whose reward comes 10 to 28 turns late, credit by state (`gigpo`, `hgpo`, `srgpo`) learns within 30
+  steps.
+- Methods that learn from files alone reach what on-policy methods reach only in a few cases (`orpo`, `cpo`, `otr`).
+- Critics that learn from their own later estimates need a warm-up (`archer`), and so does `b_coder`.
+
+[All methods, one line each](learning-all.md), with what was changed for a method that did not learn at first.
+"""
+ALL = """Every method of the [short page](learning.md), from the rows of finished sweeps; `python experiments/learning_sweep.py`
+makes new ones. Where there are several seeds, the interval is that of the mean over them.
+
 ## Objectives
 
-All methods start from the same cold-started model of a seed and have the same budget and learning rate (3e-4, nothing
-tuned for a method). With one update on each fresh batch the importance ratio is 1 and many trust-region methods
-coincide. With two passes of four mini-batches the data is up to seven updates old, and they differ (`see_upo` has its
-own optimiser steps, one for each turn).
+All methods start from the same cold-started model of a seed and have the same budget and learning rate (3e-4).
+`see_upo` has its own optimiser steps, one for each turn.
 """
 
 SPECIAL = """`python experiments/learning_sweep.py --plan` runs each of these methods in an environment that has what the method
-needs (`experiments/learning_plan.py`; where no built-in one has it, one of `experiments/worlds.py`), all from the
-same cold-started model of an environment and a seed, with settings that belong to the environment, except where the
-plan names a method. Methods on files learn from episodes of the environment's scripted players and then play its
-held-out tasks. The only question is whether a method learns: results of different environments cannot be compared.
+needs (`experiments/learning_plan.py`, `experiments/worlds.py`). Methods on files learn from episodes of the
+environment's scripted players and then play its held-out tasks.
 
-Environments, settings and two recipes were changed because a method did not learn in a first run; they were chosen on
-seed 0, and the longer runs of `echo` and `polychromic_ppo` after both seeds.
+What was changed because a method did not learn in a first run (chosen on seed 0; the longer runs of `echo` and
+`polychromic_ppo` after both seeds):
 
-- `gdpo` on `Graded` fell from 32 to 10 %. A wrong answer was rewarded there too for being clean and short, and
-  `gdpo`, which weights every reward alike, learned to guess at once: in 30 steps clean rose from 78 to 98 % of the
-  episodes, tool calls fell from 0.92 to 0.17 an episode, right answers from 41 to 16 %. Now the other rewards are
-  paid only with a right answer, as its paper advises.
-- `mars` on `Duel` rose little (39 to 50 %), and stayed at chance on plain nim (55 to 45 %). In self-play success
-  hardly rises before play is perfect, and only 4 starts were held out. Now heaps go up to 9 (8 starts held out), and
-  held-out games are played against a random player. The learning rate of 1e-3 matters: with 3e-4 it went from 20 to
-  25 % in 50 steps.
-- `archer` rose from 15 to 22 % on `keydoor`. It lacked its paper's warm-up: critics that learn from their own later
-  estimates first prefer whatever ends soon, and on `calculator` success fell with them (32 to 17 % in 50 steps). With
-  10 batches and 10 passes a batch for the critics first, it rises there (32 to 57 % in 35 steps). Without warm-up it
-  did not learn on `guess` either (34 to 38 % in 60 steps; with a critic of its own trunk 34 to 34 % in 45), and on
-  `keydoor` ten passes alone did not help (14 to 7 % in 12 steps): a reward 10 to 28 turns away is too far for such
-  critics.
+- `gdpo` on `Graded` fell from 32 to 10 %: it weights every reward alike, and a wrong answer was paid for being clean
+  and short. Now the other rewards are paid only with a right answer, as its paper advises.
+- `mars` on `Duel` rose little (39 to 50 %): in self-play success hardly rises before play is perfect. Now heaps go up
+  to 9 and held-out games are played against a random player. The learning rate of 1e-3 matters: with 3e-4 it went from
+  20 to 25 %.
+- `archer` lacked its paper's warm-up: critics that learn from their own later estimates first prefer whatever ends soon
+  (`calculator`: 32 to 17 %). With 10 batches and 10 passes a batch for the critics first, it rises (32 to 57 % in 35
+  steps). On `keydoor` that was not enough: a reward 10 to 28 turns away is too far for such critics.
 - `information_consistency` does not read the verdict: it rises for some ten steps and then trades correctness for
   variety (31 to 26 % in 40 steps), so its runs are short.
-- `pivotrl` learned its turns and not whole games of `keydoor`. Most turns are moves, and with the threshold of 0.9
-  nearly all turns are pivots (509 of 512). In 40 steps of 64 turns moves rose from 48 to 92 % right, and the turn that
-  opens the door fell from 19 to 2 %: there the policy moves on towards the door, 69 % of its groups fail as a whole, and
-  such a group has no gradient. Games rose from 15 to 19 %. With `below=0.35`, 146 turns are pivots, moves reach 81 % and
-  the door 90 %, no group fails as a whole, and games follow.
-- `discopop`: with its paper's `beta` of 0.05 the loss rises with the margin d up to 1.4 nats, and every run begins at
-  0: it first learned the wrong order and stayed there. With `beta=1` that stretch ends at 0.07 nats.
-- `trimpi` on `lookup` rose from 36 to 53 % with seed 0 and fell from 28 to 2 % with seed 1. The document only disturbed
-  the policy, whose cold start has none: with all hints as the document (`tier=3`) none of the first 160 episodes with it
-  succeeded, and a third of those without it (success rose from 34 to 71 % all the same, one seed). Now half of the cold
-  start's prompts contain the document (`worlds:Documented`), in place of the paper's pre-training on it, and RL starts
-  with 66 % with it against 24 % without.
-- `digi_q` on `guess` stayed at 34 to 37 % in 60 steps, ten of which are for its critics alone (one seed); the cause was
-  not looked for. Its runs are on `lookup` now.
-- `echo` and `polychromic_ppo` gained 11 to 27 points in 60 steps, about as much as the interval of 100 held-out tasks is
-  wide. Their runs have 120 steps and 200 tasks; nothing else was changed.
-- `echo` branches at the paper's entropy of 3.5 nowhere here: the tiny model's tokens have 0.5 on average. Its run sets
-  `high` to 0.5 and `confident` to 6, which were not tuned.
+- `pivotrl` with the threshold of 0.9 calls nearly every turn a pivot (509 of 512); it learned moves (48 to 92 %) and
+  forgot the turn that opens the door (19 to 2 %), because a group that fails as a whole has no gradient. With
+  `below=0.35`, 146 turns are pivots, the door reaches 90 %, and games follow.
+- `discopop` with its paper's `beta` of 0.05 first learns the wrong order, because the loss rises with the margin up to
+  1.4 nats and every run begins at 0. With `beta=1` that stretch ends at 0.07 nats.
+- `trimpi` on `lookup` fell from 28 to 2 % with seed 1: the document disturbed a policy whose cold start has none. Now
+  half of the cold start's prompts contain it (`worlds:Documented`), in place of the paper's pre-training.
+- `digi_q` on `guess` stayed at 34 to 37 % (one seed; the cause was not looked for). Its runs are on `lookup` now.
+- `echo` and `polychromic_ppo` gained 11 to 27 points in 60 steps, about the width of the interval. Their runs have 120
+  steps and 200 tasks. `echo` branches at the paper's entropy of 3.5 nowhere here (the tiny model's tokens have 0.5), so
+  its run sets `high` to 0.5 and `confident` to 6, untuned.
 
-Not tried:
-
-- `swarm` reads groups that another run of the same start left before; two runs at the same time were not tried.
+Not tried: `swarm` with two runs at the same time.
 """
 
-VALUES = """
-`python experiments/values_learning.py` on `calculator`, each run with a cold start of its own; `ppo` for comparison.
-`b_coder` with `alpha=1` and no pre-training of its value ends without a right answer. The gaps of its Q are alpha times
-the gaps of log-probabilities, so rewards of 0 and 1 allow gaps of 1 nat, and the policy becomes noise (entropy 0.6 to 1.4
-in 30 steps). Now alpha is 0.02, the weight of the KL 0.001, and the value is fitted for 12 batches before the policy
-moves, as its paper pre-trains it; alpha was chosen on seed 0, and the critic has its own trunk. These runs sample four
-answers to a task and count all of them; "ranked first" counts the one that Q ranks first. With fresh actions `archer`
-ends as with the step's own turns (`fresh=0`), within the intervals. Steering by ten times the value (`vas beta=10`)
-helps with one seed and hurts with the other.
+VALUES = """`python experiments/values_learning.py` on `calculator`, each run with a cold start of its own; `ppo` for comparison.
+`b_coder` with `alpha=1` ends without a right answer: the gaps of its Q are alpha times the gaps of log-probabilities,
+so rewards of 0 and 1 allow gaps of 1 nat, and the policy becomes noise. Now alpha is 0.02 (chosen on seed 0), the
+weight of the KL 0.001, and the value is fitted for 12 batches before the policy moves. These runs sample four answers
+to a task and count all of them; "ranked first" counts the one that Q ranks first. With fresh actions `archer` ends as
+with the step's own turns (`fresh=0`). Steering by ten times the value (`vas beta=10`) helps with one seed and hurts
+with the other.
 """
 
 
 def page(rows: list[Row]) -> str:
+    """The short page: the default, and the ends of every task."""
+    about = ABOUT.strip().replace("DEFAULTS", default_table(read([DEFAULT_ROWS]))).replace("TASKS", task_table(rows))
+    return f"# Learning\n\n{GENERATED}\n\n{about}\n"
+
+
+def whole_page(rows: list[Row]) -> str:
+    """Every method, one line each."""
     plain, special = [r for r in rows if "why" not in r], [r for r in rows if "why" in r]
-    parts = ["# Learning", ABOUT.strip().replace("DEFAULTS", default_table(read([DEFAULT_ROWS])))]
+    parts = ["# Learning: all methods", GENERATED, ALL.strip()]
     parts += [table(plain)] if plain else []
     parts += ["## Credit, other data, preferences", SPECIAL.strip(), plan_table(special)]
     parts += ["## Values of tokens", VALUES.strip(), values_table(read([VALUES_ROWS]))]
     return "\n\n".join(parts) + "\n"
+
+
+def task_table(rows: list[Row], ends: int = 3) -> str:
+    """Tasks with at least ``2 · ends`` methods: how many learn, and those with the largest and the smallest change."""
+    lines = ["| task | learn | largest change | smallest change |", "|---|--:|---|---|"]
+    ended = {key(r) for r in rows if "why" in r and "error" not in r}
+    current = [r for r in rows if "why" not in r or setting(r) == planned_setting(r["method"])]
+    current = [r for r in current if "error" not in r or "why" not in r or key(r) not in ended]
+    for task in dict.fromkeys(task_of(r) for r in current):
+        inside = [r for r in current if task_of(r) == task]
+        runs = {method: [r for r in inside if r["method"] == method] for method in ran(inside)}
+        if len(runs) < 2 * ends:
+            continue
+        good = {method: [r for r in each if "error" not in r] for method, each in runs.items()}
+        changes = {method: mean_change(each) for method, each in good.items() if each}
+        order = [f"`{m}` {changes[m]}" for m in sorted(changes, key=lambda m, c=changes: -c[m].value)]
+        count = f"{sum(learns(each) for each in runs.values())} of {len(runs)}"
+        lines.append(f"| {task} | {count} | {', '.join(order[:ends])} | {', '.join(order[-ends:])} |")
+    return "\n".join(lines)
+
+
+def task_of(row: Row) -> str:
+    """What runs must share to stand in one line of the short page."""
+    return kind(row) if "why" not in row else f"{row['env'].removeprefix('worlds:')}: {row['why']}"
 
 
 def values_table(rows: list[Row]) -> str:

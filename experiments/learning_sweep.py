@@ -1,4 +1,5 @@
-"""Tests that every method learns: a short seeded run of each from shared cold starts, in parallel. Writes docs/learning.md.
+"""Tests that every method learns: a short seeded run of each from shared cold starts, in parallel.
+Writes docs/learning.md and docs/learning-all.md.
 
     python experiments/learning_sweep.py                               every method, seed 0, one process per core
     python experiments/learning_sweep.py --methods sapo gspo --seeds 0 1 2
@@ -25,7 +26,7 @@ from typing import Any
 
 import learning_plan
 from learning_jobs import run_plan
-from learning_report import page
+from learning_report import page, whole_page
 from processes import Row, call, read
 
 from turnwise import recipes
@@ -126,10 +127,10 @@ def main() -> None:
     else:
         options.steps = options.steps or 60
         rows = sweep(options)
-    text = page(rows)
-    print(text)
+    print(whole_page(rows))
     if options.write:
-        options.write.write_text(text)
+        options.write.write_text(page(rows))
+        options.write.with_stem(options.write.stem + "-all").write_text(whole_page(rows))
 
 
 if __name__ == "__main__":

@@ -56,16 +56,16 @@ def test_rows_become_a_table_and_a_missing_file_does_not_hurt(tmp_path):
         {**common, "method": "hgpo", "error": "x"},
         {**good, "method": "hgpo", "after": 0.1, "interval": [0.0, 0.2]},
     )
-    text = learning_report.page([good, failed, mended])
+    text = learning_report.whole_page([good, failed, mended])
     assert re.search(
         rf"\| gigpo \| keydoor \| {steps} \| states \| 10% \| 90% \| \+80 \[\+\d+, \+\d+\] \| yes \|", text
     )
     assert (
         "1 of 2 methods that were run learn in every seed; not `hgpo`." in text and "Not run yet: `bilevel_gae`" in text
     )
-    old = learning_report.page([good, {**good, "steps": 2, "after": 0.1, "interval": [0.0, 0.2]}])
+    old = learning_report.whole_page([good, {**good, "steps": 2, "after": 0.1, "interval": [0.0, 0.2]}])
     assert "keydoor (given up) | 2 |" in old and "1 of 1 methods" in old
-    assert processes.read([tmp_path / "none.jsonl"]) == [] and "0 of 0" in learning_report.page([])
+    assert processes.read([tmp_path / "none.jsonl"]) == [] and "0 of 0" in learning_report.whole_page([])
 
 
 def test_changed_pairs_are_still_pairs():

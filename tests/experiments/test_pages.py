@@ -28,8 +28,10 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_the_page_of_learning_is_made_from_its_rows():
-    assert text_of("learning.md") == learning_report.page(processes.read(ROWS)), "run `make learning`"
+def test_the_pages_of_learning_are_made_from_their_rows():
+    rows = processes.read(ROWS)
+    assert text_of("learning.md") == learning_report.page(rows), "run `make learning`"
+    assert text_of("learning-all.md") == learning_report.whole_page(rows), "run `make learning`"
 
 
 def test_the_tables_of_credit_are_made_from_their_rows():
