@@ -147,3 +147,9 @@ def test_processes_are_shared_and_replaced():
 def test_actions_arrive_as_they_were():
     action = Action("x\ud800", (ToolCall("f", {"a": [1, None, "é"]}, "7"),), ("not JSON",))
     assert decode_action(encode_action(action)) == action
+
+
+@pytest.mark.parametrize(("cls", "words"), [("Starved", "too many open files"), ("EndedByTheKernel", "SIGKILL")])
+def test_a_starved_process_is_no_fault_of_its_environment(cls, words):
+    t = play(f"{HERE}:{cls}")
+    assert t.lost and words in t.reason and not play(f"{HERE}:Exits").lost

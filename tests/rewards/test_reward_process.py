@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from turnwise.errors import SettingError
+from turnwise.errors import HostFault, SettingError
 from turnwise.rewards.conventions import AnswerGroup, AnswerSample
 from turnwise.rewards.functions import LocalReward, RewardLimits, check_rewards, open_rewards
-from turnwise.rewards.process import CallFailed, ProcessSettings, ScoringPool
+from turnwise.rewards.process import ProcessSettings, ScoringPool
 from turnwise.rewards.spec import RewardSpec, parse_rewards
 
 SOURCE = """
@@ -205,7 +205,7 @@ def test_a_process_killed_from_outside_costs_one_call(file):
     os.kill(pool.processes.workers[0].process.pid, signal.SIGKILL)
     try:
         assert pool.call(args=(9,)) == {"value": 3.0}
-    except CallFailed as fault:  # the signal arrived while the call was on its way
+    except HostFault as fault:  # the signal arrived while the call was on its way
         assert "SIGKILL" in str(fault)
     assert pool.call(args=(9,)) == {"value": 3.0}
     pool.close()
@@ -219,7 +219,7 @@ def test_a_death_while_a_function_loads_again_costs_one_call(tmp_path):
     assert pool.call(args=(4,)) == {"value": 4}
     dying.touch()
     pool.processes.workers[0].kill("test")
-    with pytest.raises(CallFailed, match="SIGKILL"):
+    with pytest.raises(HostFault, match="SIGKILL"):
         pool.call(args=(4,))
     dying.unlink()
     assert pool.call(args=(5,)) == {"value": 5}
@@ -255,3 +255,25 @@ def test_an_object_is_asked_for_again():
 def test_scores_are_finite(reward):
     outcomes = reward("one").score(group(*"abc", "nan"))
     assert all(o.fault or math.isfinite(o.score) for o in outcomes)
+
+
+def test_a_starved_reward_process_says_so_and_its_answers_have_no_score(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(completion):\n    raise OSError(28 if completion == 'full' else 2, 'x')\n")
+    f = open_rewards([RewardSpec("f", f"{path}:f")], LIMITS)[0]
+    assert "FileNotFoundError" in f.score(group("a"))[0].fault
+    with pytest.raises(HostFault, match="no space left on the disk"):
+        f.score(group("full"))
+    f.close()
+
+
+def test_a_built_in_reward_whose_process_the_kernel_ended_gives_no_zero():
+    f = open_rewards(parse_rewards(["exact"]), LIMITS)[0]
+    assert f.score(group("7", answer="7"))[0].score == 1.0
+    process = f._pool.processes.workers[0]
+    os.kill(process.process.pid, signal.SIGSTOP)  # so that it dies during the call
+    threading.Timer(0.3, os.kill, (process.process.pid, signal.SIGKILL)).start()
+    with pytest.raises(HostFault, match="SIGKILL"):
+        f.score(group("7", answer="7"))
+    assert f.score(group("7", answer="7"))[0].score == 1.0
+    f.close()

@@ -295,8 +295,8 @@ def test_a_failing_close_does_not_cost_the_episode(fault):
 
 
 def test_a_broken_engine_is_recorded_too():
-    t = play(Patient(), FixedSession(fault=RuntimeError("out of memory")))
-    assert (t.status, t.reason, t.turns) == (Status.FAILED, "RuntimeError: out of memory", ())
+    t = play(Patient(), FixedSession(fault=RuntimeError("a kernel failed")))
+    assert (t.status, t.reason, t.turns, t.lost) == (Status.FAILED, "RuntimeError: a kernel failed", (), False)
 
 
 def test_a_cancelled_request_is_recorded():

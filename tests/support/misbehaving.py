@@ -62,3 +62,13 @@ class NumPyReward(Patient):
         import numpy as np
 
         return Step([], np.float32(0.5), np.bool_(True), False, {"success": np.bool_(True), "tool_calls": np.int64(2)})
+
+
+class Starved(Patient):
+    def step(self, action):
+        raise OSError(24, "Too many open files")
+
+
+class EndedByTheKernel(Patient):
+    def step(self, action):
+        os.kill(os.getpid(), 9)  # as the kernel does where memory runs out

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.tool_pools import LIMITS, use
 
+from turnwise.errors import ToolFault
 from turnwise.tools import PythonTool
 from turnwise.tools.guest import scratch
 from turnwise.tools.guest.scratch import SET_FLAGS, Trash, remove_tree
@@ -160,7 +161,9 @@ def test_a_killed_pool_leaves_no_folder(tool: PythonTool) -> None:
         base = zygote._scratch
         os.kill(zygote._process.pid, signal.SIGKILL)
         zygote._process.wait()
-        assert eventually(lambda: session.run("2 + 2").output == "4" and own._zygote is not zygote)
+        with pytest.raises(ToolFault):
+            eventually(lambda: session.run("2 + 2").output != "4")
+        assert session.run("2 + 2").output == "4" and own._zygote is not zygote
     assert not base or not Path(base).exists()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any, Literal
 
 import pytest
 
 from turnwise.core.protocols import Action, ToolCall
-from turnwise.errors import SettingError
+from turnwise.errors import HostFault, SettingError
 from turnwise.tools import Toolbox
 
 
@@ -137,3 +138,15 @@ def test_functions_a_model_could_not_read_are_refused() -> None:
             Toolbox([function])
     with pytest.raises(SettingError, match="two tools"):
         Toolbox([add, add])
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
+def test_a_starved_machine_is_no_answer_to_the_model(number):
+    def fetch(name: str) -> str:
+        """Fetch a file."""
+        raise OSError(number if name == "ours" else errno.ENOENT, "x")
+
+    box = Toolbox([fetch])
+    with pytest.raises(HostFault):
+        box.run(Action("", (ToolCall("fetch", {"name": "ours"}),)))
+    assert box.run(Action("", (ToolCall("fetch", {"name": "theirs"}),)))[1] == 1

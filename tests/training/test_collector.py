@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from turnwise import recipes
 from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
-from turnwise.errors import EnvironmentFault
+from turnwise.errors import EnvironmentFault, HostFault
 from turnwise.rollout.scoring import RewardScore, apply_scores, scorable
-from turnwise.rollout.strategies import Hinted
+from turnwise.rollout.strategies import GreedyBaseline, Hinted
 from turnwise.tasks.admission import AdmitAll, Balance, Spread
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import Uniform
@@ -520,3 +520,81 @@ def test_a_strategy_that_reads_rewards_gets_each_trajectory_scored(monkeypatch):
     groups = asyncio.run(c.collect_step(0))
     assert c.scorer.sizes == [1] * 6  # a reward above 0 is a success, so no hinted trajectory was needed
     assert [t.reward for g in groups for t in g.trajectories] == [0.5] * 6
+
+
+# ------------------------------------------------------- faults of the machine
+
+
+class Starved(Player):
+    """The machine fails every attempt at an episode of ``groups`` up to ``times``, the one whose turn uses a tool."""
+
+    def __init__(self, groups, times):
+        super().__init__()
+        self.groups, self.times, self.attempts = groups, times, {}
+
+    async def __call__(self, key, task, session):
+        made = await super().__call__(key, task, session)
+        self.attempts.setdefault(key, []).append(session)
+        ill = int(key.split(".")[0]) in self.groups and key.endswith(".0") and len(self.attempts[key]) <= self.times
+        return made.failed("too many open files", lost=True) if ill else made
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("turnwise.core.retries.PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("turnwise.training.collector.close", lambda sessions: None)  # a session is its seed here
+
+
+def test_what_the_machine_failed_is_played_again_from_the_same_seeds(no_pauses):
+    starved, calm = Starved({0, 1}, times=3), Player()
+    groups, undisturbed = (asyncio.run(collector(play, groups=2).collect_step(0)) for play in (starved, calm))
+    assert groups == undisturbed, "no other task took its place, and no sibling is missing"
+    assert len(starved.attempts["0.0"]) == 4 and len(set(starved.attempts["0.0"])) == 1
+
+
+def test_what_the_machine_fails_for_good_stops_the_run_and_nothing_of_the_group_is_trained_on(no_pauses):
+    c = collector(Starved({1}, times=99), groups=2)
+    with pytest.raises(HostFault, match=r"failed 1 of 2 groups, each 4 times.*too many open files"):
+        asyncio.run(c.collect_step(0))
+    assert list(c.ledger.dropped) == ["1"] and ids(c.ready) == ["0"]
+
+
+def test_one_group_in_a_hundred_is_dropped_whole(no_pauses):
+    c = collector(Starved({7}, times=99), groups=1)
+    c.ended = 200
+    for step in range(10):
+        assert len(asyncio.run(c.collect_step(step))[0].trajectories) == SIZE
+        published(c, step)
+    assert list(c.ledger.dropped) == ["7"] and c.lost == 1
+
+
+def test_an_episode_that_is_not_part_of_its_group_counts_too(no_pauses):
+    """A baseline, a draft: without it the strategy would have done something else."""
+
+    class Baseline(Starved):
+        async def __call__(self, key, task, session, temperature_scale=1.0):
+            self.attempts.setdefault(key, []).append(session)
+            made = trajectory(key, task)
+            ill = key.endswith(".greedy") and len(self.attempts[key]) < 3
+            return made.failed("no memory left", lost=True) if ill else made
+
+    play = Baseline((), 0)
+    c = collector(play, groups=1)
+    c.recipe = replace(c.recipe, strategy=GreedyBaseline())
+    (group,) = asyncio.run(c.collect_step(0))
+    assert len(play.attempts["0.greedy"]) == 3 and len(group.trajectories) == SIZE
+
+
+def test_scoring_that_the_machine_failed_is_done_again(no_pauses):
+    calls = []
+
+    class Scorer:
+        async def score(self, group):
+            calls.append(group.id)
+            score = RewardScore(failure="no memory left", lost=True) if len(calls) < 3 else RewardScore(total=1.0)
+            return apply_scores(group, dict.fromkeys(scorable(group), score))
+
+    c = collector(play := Starved((), 0), groups=1)
+    c.scorer = Scorer()
+    (group,) = asyncio.run(c.collect_step(0))
+    assert calls == ["0"] * 3 and len(play.attempts["0.0"]) == 1 and group.trajectories[0].status == Status.FINISHED

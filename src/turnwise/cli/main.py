@@ -14,7 +14,7 @@ from turnwise.cli import run_commands as runs
 from turnwise.cli import serve_commands as serving
 from turnwise.cli.flags import with_flags
 from turnwise.core.text import printable
-from turnwise.errors import SettingError, TurnwiseError, nearest
+from turnwise.errors import SettingError, TurnwiseError, causes, nearest, scarcity
 from turnwise.models.trust import FLAG, trust_remote_code
 
 TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -76,21 +76,13 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 FUNCTIONS = {name: function for name, (function, _) in TABLE.items()}
 COMMANDS = {name: about for name, (_, about) in TABLE.items()}
-REASONS = {
-    errno.ENOSPC: "no space left on the disk: free some, or write --keep-checkpoints 1",
-    errno.EDQUOT: "the disk quota is used up: free some space, or write --keep-checkpoints 1",
-    errno.EMFILE: "too many open files: raise the limit (ulimit -n 4096), or write a smaller --groups or --slots",
-    errno.ENFILE: "the machine has too many open files; end other programs",
-    errno.ENOMEM: "no memory left: write a smaller --micro-batch-tokens, --slots, --groups or model",
+REASONS = {  # beside what a machine runs out of
     errno.EBADF: "an open file, perhaps the standard output, was closed from elsewhere: an environment, a reward or a library "
     "must not close descriptors that it did not open",
     errno.EROFS: "the file system cannot be written to: write --out another folder",
     errno.EACCES: "permission denied: write --out a folder of your own, or change its permissions",
     errno.EPERM: "not permitted: write --out a folder of your own, or change its permissions",
 }
-NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory", "bad_alloc")
-NO_LIBRARY = ("failed to map segment", "cannot open shared object", "cannot allocate")
-NO_THREAD = "can't start new thread"
 
 
 def usage() -> str:
@@ -134,29 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explain_scarcity(error: BaseException) -> str:
-    """What ran out, and what to write instead; empty for an error of another kind."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if reason := _explain_one(cause):
-            return reason
-        cause = cause.__cause__ or cause.__context__
-    return ""
-
-
-def _explain_one(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, OSError) and error.errno in REASONS:
-        where = f" ({error.filename})" if error.filename else ""
-        return REASONS[error.errno] + where
-    if isinstance(error, MemoryError) or any(words in text.lower() for words in NO_MEMORY):
-        return REASONS[errno.ENOMEM]
-    if isinstance(error, ImportError) and any(words in text for words in NO_LIBRARY):
-        return (
-            f"no memory left for a library ({text.splitlines()[0]}); raise the limit of the address space (ulimit -v)"
-        )
-    if isinstance(error, RuntimeError) and NO_THREAD in text:
-        return "no more threads: raise the limits of processes and memory (ulimit -u, ulimit -v), or write --threads 1"
-    return ""
+    """What ran out or may not be written, and what to write instead; empty for an error of another kind."""
+    denied = [cause for cause in causes(error) if isinstance(cause, OSError) and cause.errno in REASONS]
+    refusals = (REASONS[cause.errno or 0] + (f" ({cause.filename})" if cause.filename else "") for cause in denied)
+    return scarcity(error) or next(refusals, "")
 
 
 if __name__ == "__main__":

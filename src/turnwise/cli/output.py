@@ -11,7 +11,6 @@ from typing import Any
 
 from turnwise.core.protocols import Listener
 from turnwise.core.text import printable
-from turnwise.errors import StoreError
 
 
 @contextlib.contextmanager
@@ -58,10 +57,8 @@ def progress(quiet: bool) -> Iterator[Listener]:
 
     class RunConsole(Console):
         def on_broken_pipe(self) -> None:
-            # rich would leave with status 1 and no reason, which the run would then record as its error
-            raise StoreError(
-                "nobody reads the output of the run any more (a pipe was closed); write > FILE, and resume it"
-            )
+            # rich would leave with status 1. Nobody reads what the run prints, and it keeps its messages: it goes on
+            self.quiet = True
 
     with stdout_reserved(quiet):
         listen = show_progress(RunConsole(stderr=quiet, highlight=False))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from turnwise.cli.output import print_json, progress
 from turnwise.config.files import ConfigFile, merge_config, read_config
 from turnwise.config.named_object import reading
 from turnwise.config.settings import Settings
+from turnwise.core.records import Status
 from turnwise.core.text import printable
 
 
@@ -53,7 +55,7 @@ def train(argv: Sequence[str]) -> int:
         print(describe(summary["estimate"]))
     else:
         display.show_summary(summary)
-    return 0
+    return _status(summary.get("episodes", {}))
 
 
 def resume(argv: Sequence[str]) -> int:
@@ -78,7 +80,17 @@ def resume(argv: Sequence[str]) -> int:
     from turnwise.cli import display
 
     print_json(summary) if namespace.json else display.show_summary(summary)
-    return 0
+    return _status(summary.get("episodes", {}))
+
+
+def _status(episodes: Mapping[str, int]) -> int:
+    """The exit status after episodes, counted by how they ended: 1 where most failed, for whatever reason. What is left of them
+    is a selection, and nobody may take it for a success."""
+    failed, played = episodes.get(Status.FAILED, 0), sum(episodes.values())
+    if failed * 2 <= played:
+        return 0
+    print(f"turnwise: {failed} of {played} episodes failed: what the others show is biased", file=sys.stderr)
+    return 1
 
 
 def check_agent(argv: Sequence[str]) -> int:
@@ -172,7 +184,8 @@ def evaluate(argv: Sequence[str]) -> int:
         print_json(both if len(both) > 1 else both[0])
     else:
         display.show_evaluation(both[0]) if len(both) == 1 else display.show_evaluations(both)
-    return 0
+    counted = [(int(one.get("failed", 0)), one["tasks"] * one["samples"]) for one in both]
+    return max(_status({Status.FAILED: failed, Status.FINISHED: played - failed}) for failed, played in counted)
 
 
 def export(argv: Sequence[str]) -> int:

@@ -186,6 +186,7 @@ class Trajectory:
     answer: Sequence[int] = ()  # the gold answer's ids, where the environment provides it; never shown to the policy
     messages: tuple[Message, ...] = ()  # the dialogue as text, for display; never re-encoded
     limit: Limit | None = None  # that cut it
+    lost: bool = False  # failed by the machine, not by what was played: no outcome, so nothing of its group may be used
 
     @property
     def reward(self) -> float:
@@ -209,8 +210,8 @@ class Trajectory:
             ids += [*turn.context, *turn.tokens]
         return ids
 
-    def failed(self, reason: str) -> Trajectory:
-        return replace(self, status=Status.FAILED, reason=reason)
+    def failed(self, reason: str, lost: bool = False) -> Trajectory:
+        return replace(self, status=Status.FAILED, reason=reason, lost=lost)
 
 
 @dataclass(frozen=True, slots=True)

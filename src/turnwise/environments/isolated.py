@@ -30,17 +30,18 @@ from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
 from turnwise.environments.calls import call_environment, with_timeout
 from turnwise.environments.contract import read_messages, read_step
-from turnwise.errors import EnvironmentFault
+from turnwise.errors import EnvironmentFault, HostFault, host_fault
 from turnwise.workers.child import end_with_parent, serve_concurrently
 from turnwise.workers.process import SharedWorkers, Worker, WorkerLost
 
 
 class HostLost(EnvironmentFault):
-    """The process that plays an episode is gone. ``suspect``: during a call of this episode, which may have ended it."""
+    """The process that plays an episode is gone. ``suspect``: during a call of this episode, which may have ended it.
+    ``by_host``: the machine ended it."""
 
-    def __init__(self, reason: str, suspect: bool = False) -> None:
+    def __init__(self, reason: str, suspect: bool = False, by_host: bool = False) -> None:
         super().__init__(reason)
-        self.suspect = suspect
+        self.suspect, self.by_host = suspect, by_host
 
 
 READY = b"ready"  # the first request, answered when the environment is imported
@@ -91,7 +92,8 @@ class EpisodeWorker:
             agent = str(getattr(self.episodes.get(request["episode"]), "agent", "agent"))
             return json.dumps({"value": value, "agent": agent}, default=plain)
         except Exception as fault:
-            return json.dumps({"fault": f"{type(fault).__name__}: {fault}"})
+            words = host_fault(fault)
+            return json.dumps({"host": words} if words else {"fault": f"{type(fault).__name__}: {fault}"})
 
     async def _perform(self, episode: str, method: str, args: list[Any], seconds: float) -> Any:
         if method == "make":
@@ -182,7 +184,8 @@ class EnvironmentProcess(Worker):
             # shielded: other episodes wait for the same answer
             await with_timeout(asyncio.shield(asyncio.wrap_future(self._ready)), START_SECONDS)
         except WorkerLost as lost:
-            raise HostLost(f"the environment's process {lost} during the import of {self.name}", suspect=True) from None
+            words = f"the environment's process {lost} during the import of {self.name}"
+            raise HostLost(words, suspect=True, by_host=lost.by_host) from None
         except EnvironmentFault:
             self.kill(f"was killed, because the import of {self.name} took longer than {START_SECONDS:g} s")
             raise EnvironmentFault(f"the import of {self.name} took longer than {START_SECONDS:g} s") from None
@@ -211,7 +214,7 @@ class EnvironmentProcess(Worker):
             return await self.exchange(payload)
         except WorkerLost as lost:
             suspect = not (was_lost or self.killed)  # one that we killed ended for a call that never ends
-            raise HostLost(f"the environment's process {lost} during {what}", suspect) from None
+            raise HostLost(f"the environment's process {lost} during {what}", suspect, lost.by_host) from None
 
 
 class ProcessPool(SharedWorkers[EnvironmentProcess]):
@@ -319,7 +322,8 @@ class IsolatedEnvironment:
                     self.pool.leave(self._host)
                 self._host, self._suspect = None, self._suspect or lost.suspect
                 if self.moves >= self.pool.moves:
-                    raise EnvironmentFault(f"{lost}; it was tried {self.moves + 1} times") from None
+                    kind = HostFault if lost.by_host else EnvironmentFault
+                    raise kind(f"{lost}; it was tried {self.moves + 1} times") from None
                 self.moves += 1
                 moved.append(str(lost))
         if method in REPEATED:
@@ -330,6 +334,8 @@ class IsolatedEnvironment:
         request = {"episode": self._key, "method": method, "args": args, "seconds": INNER_LIMIT * self.seconds}
         async with host.turn():
             reply = await with_timeout(host.request(request), self.seconds)
+        if "host" in reply:
+            raise HostFault(reply["host"])
         if "fault" in reply:
             raise EnvironmentFault(reply["fault"].removeprefix("EnvironmentFault: ").removeprefix("CallTimeout: "))
         self.agent = reply.get("agent", self.agent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ import numpy as np
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Generator, GroupScorer, Session
 from turnwise.core.records import Group, Status, Stop, Task, Trajectory
+from turnwise.core.retries import LOST_SHARE, lost_in, tried
 from turnwise.core.seeds import stable_seed
+from turnwise.errors import HostFault
 from turnwise.maths import statistics
 
 NO_SUCCESS = "the environment reports no success (info['success']), so success, pass@k and majority@k are not measured"
@@ -45,7 +48,7 @@ class Evaluator:
         played = await evaluate(self.tasks(split, s.eval_tasks), s.eval_samples, one, wave=s.slots)
         if (fatal := getattr(self.generator, "fatal", None)) is not None:
             raise fatal  # its servers are gone, and a table of failed episodes would say nothing about the model
-        played = played if self.scorer is None else await scored(played, self.scorer)
+        played = await scored(played, self.scorer)
         return replace(played, exact={**self.exact(), **self.ranked(played)})
 
 
@@ -130,17 +133,25 @@ async def evaluate(
     played: list[Trajectory] = []
     for begin in range(0, len(jobs), wave):
         # calling play is what opens a session: all of a wave before the first token
-        played += await asyncio.gather(*[play(*job) for job in jobs[begin : begin + wave]])
+        begun = [tried(play(*job), partial(play, *job), lambda t: t.lost) for job in jobs[begin : begin + wave]]
+        played += await asyncio.gather(*begun)
     rows = tuple(tuple(played[n * samples : (n + 1) * samples]) for n in range(len(tasks)))
     return Evaluation(tuple(tasks), rows)
 
 
-async def scored(evaluation: Evaluation, scorer: GroupScorer) -> Evaluation:
-    """The evaluation with the samples of each task scored as one group."""
+async def scored(evaluation: Evaluation, scorer: GroupScorer | None) -> Evaluation:
+    """The evaluation with the samples of each task scored as one group. Raises ``HostFault`` where the machine failed so many
+    episodes that the result would say more about it than about the policy."""
     rows = zip(evaluation.tasks, evaluation.trajectories)
     groups = [Group(f"evaluation.{n}", task, samples) for n, (task, samples) in enumerate(rows)]
-    done = await asyncio.gather(*map(scorer.score, groups))
-    return replace(evaluation, trajectories=tuple(group.trajectories for group in done))
+    if scorer is not None:
+        score = scorer.score
+        groups = await asyncio.gather(*(tried(score(g), partial(score, g), lost_in) for g in groups))
+    played = [t for group in groups for t in group.trajectories]
+    lost = [t.reason for t in played if t.lost]
+    if len(lost) > LOST_SHARE * len(played):
+        raise HostFault(f"the machine failed {len(lost)} of {len(played)} episodes of an evaluation: {lost[-1]}")
+    return replace(evaluation, trajectories=tuple(group.trajectories for group in groups))
 
 
 # --------------------------------------------------------------------- numbers

@@ -5,12 +5,11 @@ Knows no run.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, scarcity
 from turnwise.models.hub import check_weights, is_path, no_model
 from turnwise.models.trust import FLAG, remote_code_is_trusted
 
@@ -18,7 +17,6 @@ TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the machine's fault, not the folder's
 T = TypeVar("T")
 
 
@@ -83,7 +81,7 @@ def _explained(source: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as fault:
-        if isinstance(fault, MemoryError) or (isinstance(fault, OSError) and fault.errno in SCARCE):
+        if scarcity(fault):  # the machine's fault, not the folder's
             raise
         text = str(fault).strip()
         if "trust_remote_code" in text or "allow custom code" in text:

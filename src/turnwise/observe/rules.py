@@ -29,6 +29,7 @@ FIRST_STEPS = 3  # steps over which the first mismatch is averaged
 TREND_STEPS = 8  # steps below which first and last quarter are no trend
 SOLVED_STEPS = 3  # in a row at the end: one lucky step is not yet a solved run
 TOO_OLD = "older than staleness"  # begins the reason of a group that was dropped for its age
+LOST = "lost by a fault of the machine"  # the same, of a group that was played and dropped for that
 DROPPED, FAILED = "dropped/", "trajectory: "  # begin the metric of a reason, and the reason of a failed trajectory
 
 

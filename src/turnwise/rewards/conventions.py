@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.errors import SettingError
+from turnwise.errors import HostFault, SettingError, scarcity
 
 Messages = list[dict[str, Any]]
 
@@ -54,6 +54,7 @@ class RewardOutcome:
     extra: Mapping[str, float] = field(default_factory=dict)  # further numbers by name; they have no weight
     success: bool | None = None
     fault: str = ""
+    lost: bool = False  # the fault is the machine's
 
 
 GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -157,6 +158,9 @@ class RewardCall:
             values = asyncio.run(self._gather(calls))
         else:  # outside an event loop: a function may start one of its own
             values = [self._value(arguments) for arguments in calls]
+        for value in values:
+            if isinstance(value, BaseException) and (words := scarcity(value, of_call=True)):
+                raise HostFault(words) from value  # says nothing about the answer
         faults = {n: describe_fault(v) for n, v in enumerate(values) if isinstance(v, BaseException)}
         if not listed:
             return [RewardOutcome(fault=faults[n]) if n in faults else read_outcome(v) for n, v in enumerate(values)]

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from turnwise.config.named_object import import_from_current_folder, load_object
-from turnwise.errors import TurnwiseError
+from turnwise.errors import TurnwiseError, scarcity
 from turnwise.rewards import builtin
 from turnwise.rewards.conventions import RewardCall, RewardFailure, Signature
 from turnwise.workers.child import serve
@@ -50,7 +50,8 @@ def answer(function: Any, options: dict[str, Any], request: dict[str, Any]) -> d
     except RewardFailure as fault:
         return {"fault": str(fault)}
     except Exception as fault:
-        return {"fault": f"{type(fault).__name__}: {fault}"[:400]}
+        words = scarcity(fault, of_call=True)
+        return {"host": words} if words else {"fault": f"{type(fault).__name__}: {fault}"[:400]}
 
 
 def _limit(name: str, value: int) -> None:
@@ -87,9 +88,11 @@ class Guest:
         try:
             self.function, self.options = load(request), request["options"]
             signature = Signature.of(self.function)
-        except TurnwiseError as fault:
-            return {"refused": str(fault)}
         except BaseException as fault:
+            if words := scarcity(fault, of_call=True):
+                return {"host": words}
+            if isinstance(fault, TurnwiseError):
+                return {"refused": str(fault)}
             return {"refused": f"{request['what']}: {type(fault).__name__}: {fault}"[:400]}
         return {"signature": {n: getattr(signature, n) for n in ("parameters", "required", "takes_any", "is_async")}}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.errors import SettingError
+from turnwise.errors import HostFault, SettingError
 from turnwise.workers.process import SharedWorkers, Worker, WorkerLost
 
 MIB = 1 << 20
@@ -50,8 +50,8 @@ class ScoringProcess(Worker):
         self.settings, self.signature = settings, dict[str, Any]()
         self._prepared: set[tuple[Any, ...]] = set()
 
-    def load(self, loaded_before: bool = False) -> None:
-        """Load the function. ``loaded_before``: another process of the run has, so that it can be loaded is known."""
+    def load(self) -> None:
+        """Load the function."""
         if self.signature:
             return
         s = self.settings
@@ -59,8 +59,6 @@ class ScoringProcess(Worker):
         try:
             reply = self.request({name: getattr(s, name) for name in names}, START_SECONDS)
         except CallFailed as fault:
-            if fault.lost and loaded_before:
-                raise  # what ended this process says nothing about the function: it costs one answer, not the run
             raise SettingError(f"{s.what} could not be loaded: {fault}") from None
         if "refused" in reply:
             self.kill("could not load its function")
@@ -84,14 +82,20 @@ class ScoringProcess(Worker):
                 f"a column cannot be sent to the reward process: {type(fault).__name__}: {fault}"
             ) from None
         try:
-            return dict(json.loads(self.call(data, seconds)))
+            reply = dict(json.loads(self.call(data, seconds)))
         except TimeoutError:
             raise CallFailed(f"no answer within {seconds:g} s", lost=True) from None
         except WorkerLost as lost:
+            # a death that says nothing about the function: the answer is scored again
+            if lost.by_host and (self.proven or self.answered):
+                raise HostFault(f"{self.settings.what}: its process {lost}") from None
             raise CallFailed(f"its process {lost}", lost=True) from None
         except ValueError as fault:  # text that a model wrote may have made it say anything
             self.kill("sent no valid reply")
             raise CallFailed(f"its process sent no valid reply ({fault})", lost=True) from None
+        if "host" in reply:
+            raise HostFault(f"{self.settings.what}: {reply['host']}")
+        return reply
 
 
 class ScoringPool:
@@ -100,7 +104,6 @@ class ScoringPool:
     def __init__(self, settings: ProcessSettings, size: int = 0) -> None:
         self.settings = settings
         self.processes: SharedWorkers[ScoringProcess] = SharedWorkers(lambda: ScoringProcess(settings))
-        self._loaded = False
         self._free = threading.Semaphore(size or max(1, min(4, os.cpu_count() or 1)))
 
     @property
@@ -127,8 +130,7 @@ class ScoringPool:
         with self._free:
             process = self.processes.take()
             try:
-                process.load(self._loaded)
-                self._loaded = True
+                process.load()
                 return use(process)
             finally:
                 self.processes.leave(process)

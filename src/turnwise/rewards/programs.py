@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.errors import ToolFault
 from turnwise.tools import ExecutionResult, PythonTool, SandboxLimits, SandboxSession, python_tool
 
 MAX_TESTS = 64
@@ -80,8 +81,9 @@ def _begin(pool: PythonTool, test: str) -> tuple[ExaminerSession, ExecutionResul
     idle, begin = _idle(pool), f"_exam = {EXAM}.Examiner({test!r})\n_exam.next()"
     while idle:
         examiner = idle.pop()
-        if time.monotonic() < examiner.ends and (said := examiner.session.run(begin)).ok:
-            return examiner, said
+        with contextlib.suppress(ToolFault):
+            if time.monotonic() < examiner.ends and (said := examiner.session.run(begin)).ok:
+                return examiner, said
         examiner.session.close()
     examiner = ExaminerSession(pool.open(), time.monotonic() + pool.limits.cpu_seconds / 2)
     return examiner, examiner.session.run(begin)

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from turnwise.core.protocols import OVERRULED, REFUSED, Action, Session
 from turnwise.core.records import Completion, Limit, Message, Sampling, Status, Stop, Task, Trajectory, Turn
-from turnwise.errors import EnvironmentFault, RenderError
+from turnwise.errors import EnvironmentFault, RenderError, host_fault
 from turnwise.rollout.conversion import AS_JSON, as_field
-from turnwise.rollout.episode import EpisodeLimits, sampled_turn
+from turnwise.rollout.episode import EpisodeLimits, fault_words, sampled_turn
 from turnwise.rollout.lineage import OPENING, SAME_TOKENS, Lineage, Placement, canonical, message_text
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.token_codec import LONG_TEXT
@@ -150,7 +150,7 @@ class AgentEpisode:
         self.refusal: CallRefused | None = None  # of the latest call
         self.overruled: Counter[str] = Counter()
         self.paid_from, self.steps = paid_from, 0  # steps: taken in the environment
-        self.ended = False
+        self.ended = self.lost = False
         self.messages: tuple[Message, ...] = ()
         self.retries = 0  # calls that were repeated after a lost reply
         self.actions: dict[str, Action] = {}  # what was sampled, by the message that the agent got for it
@@ -283,10 +283,8 @@ class AgentEpisode:
         except OutOfTime as late:
             reason = str(late)
             self.cut(Limit.SECONDS, reason)
-        except EnvironmentFault as fault:
-            reason = str(fault)
-        except Exception as fault:  # raised by the agent
-            reason = f"{type(fault).__name__}: {fault}"
+        except Exception as fault:  # raised by the agent, the generator or the machine
+            reason, self.lost = fault_words(fault), bool(host_fault(fault))
         finally:
             self.ended = True
             self.session.close()
@@ -327,6 +325,7 @@ class AgentEpisode:
             facts=facts,
             messages=self.messages,
             limit=self.limit,
+            lost=self.lost and status == Status.FAILED,
         )
 
 

@@ -30,7 +30,7 @@ from turnwise.core.records import (
 )
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
-from turnwise.errors import ContextOverflow, EnvironmentFault, RenderError, ServerFault
+from turnwise.errors import ContextOverflow, EnvironmentFault, TurnwiseError, host_fault
 from turnwise.rollout.renderer import Dialogue, Renderer
 
 if TYPE_CHECKING:
@@ -122,6 +122,11 @@ def sampled_turn(completion: Completion, **more: Any) -> Turn:
     )
 
 
+def fault_words(fault: Exception) -> str:
+    """Why an episode failed: of the machine's faults, what to do; of ours, their words; of any other, its type too."""
+    return host_fault(fault) or (str(fault) if isinstance(fault, TurnwiseError) else f"{type(fault).__name__}: {fault}")
+
+
 class UnforkedSession:
     """What sessions without a generator share: nothing to park, cancel or close, and no state to fork."""
 
@@ -196,6 +201,7 @@ class Episode:
         self.answer: tuple[int, ...] = ()
         self.end: str | None = None
         self.limit: Limit | None = None
+        self.lost = False
 
     async def run(self) -> Trajectory:
         status, reason = Status.FAILED, "cancelled"
@@ -204,10 +210,9 @@ class Episode:
             self.end = await self._state()
         except ContextOverflow as overflow:
             status, reason, self.limit = Status.TRUNCATED, str(overflow), Limit.CONTEXT
-        except (EnvironmentFault, RenderError, ServerFault) as fault:
-            status, reason = Status.FAILED, str(fault)
-        except Exception as fault:  # raised by the environment
-            status, reason = Status.FAILED, f"{type(fault).__name__}: {fault}"
+        except Exception as fault:  # raised by the environment, the generator or the machine
+            status, reason = Status.FAILED, fault_words(fault)
+            self.lost = bool(host_fault(fault))
         finally:
             self.session.close()
             if self.others is not None:
@@ -238,6 +243,7 @@ class Episode:
             guidance=", ".join(guidance),
             messages=tuple(self.dialogue.messages) if self.dialogue else (),
             limit=self.limit,
+            lost=self.lost,
         )
 
     async def _call(self, function: Callable[..., Any], *args: Any, inline: bool = False) -> Any:

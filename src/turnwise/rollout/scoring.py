@@ -23,7 +23,7 @@ from turnwise.core.protocols import GroupScorer, Session
 from turnwise.core.records import Group, Message, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.calls import call_environment
-from turnwise.errors import ContextOverflow, EnvironmentFault, RequestRefused
+from turnwise.errors import ContextOverflow, EnvironmentFault, RequestRefused, scarcity
 from turnwise.rewards.conventions import AnswerGroup, AnswerSample, RewardOutcome
 from turnwise.rewards.functions import RewardFunction
 from turnwise.rewards.judge import (
@@ -54,6 +54,7 @@ class RewardScore:
     total: float = 0.0  # weighted sum, added to the reward of the last turn
     success: bool | None = None  # None: this scorer gives no verdict
     failure: str = ""  # why it could not be scored: the trajectory fails
+    lost: bool = False  # by a fault of the machine
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _apply(trajectory: Trajectory, score: RewardScore) -> Trajectory:
         if not failure and (not math.isfinite(value) or abs(value) > MAX_REWARD):
             failure = f"{name} is {value:g}; a reward must be finite and at most {MAX_REWARD:g}"
     if failure:
-        return trajectory.failed(failure)
+        return trajectory.failed(failure, score.lost)
     last = trajectory.turns[-1]
     verdicts = [v for v in (trajectory.success, score.success) if v is not None]
     return replace(
@@ -165,12 +166,15 @@ class FunctionScorer:
         return AnswerGroup(dialogues[0][0] if prompt is None else prompt, tuple(samples), columns)
 
     async def _call(self, function: RewardFunction, answers: AnswerGroup) -> list[RewardOutcome]:
-        if not function.runs_here:
-            return await asyncio.get_running_loop().run_in_executor(_executor(), function.score, answers)
         try:
+            if not function.runs_here:
+                return await asyncio.get_running_loop().run_in_executor(_executor(), function.score, answers)
             return list(await call_environment(function.score, answers, seconds=self.seconds, inline=False))
-        except (EnvironmentFault, RuntimeError) as fault:
-            return [RewardOutcome(fault=str(fault))] * len(answers.answers)
+        except Exception as fault:
+            words = scarcity(fault, of_call=True)
+            if not words and not (function.runs_here and isinstance(fault, EnvironmentFault | RuntimeError)):
+                raise
+            return [RewardOutcome(fault=words or str(fault), lost=bool(words))] * len(answers.answers)
 
     def _combine(self, outcomes: Sequence[RewardOutcome]) -> RewardScore:
         """One trajectory's score from the outcome of every function."""
@@ -178,8 +182,8 @@ class FunctionScorer:
         total, verdicts = 0.0, []
         for function, outcome in zip(self.functions, outcomes):
             name, score = function.spec.name, outcome.score
-            if outcome.fault and self.unscored is None:
-                return RewardScore(failure=f"reward {name}: {outcome.fault}")
+            if outcome.fault and (self.unscored is None or outcome.lost):
+                return RewardScore(failure=f"reward {name}: {outcome.fault}", lost=outcome.lost)
             score = self.unscored if outcome.fault else score
             if score is None:
                 continue  # does not apply to this row

@@ -246,6 +246,11 @@ class LedgerReader:
         sql = "SELECT reason, count(*) FROM trajectories WHERE status = 'failed' GROUP BY reason ORDER BY 2 DESC, 1"
         return {row[0]: row[1] for row in self.fetch_all(sql)}
 
+    def episode_counts(self) -> dict[str, int]:
+        """Numbers of stored trajectories by status, of groups that no resume has rolled back."""
+        sql = "SELECT t.status, count(*) FROM trajectories t JOIN groups g ON g.row = t.owner WHERE g.void = 0 GROUP BY t.status"
+        return {row[0]: row[1] for row in self.fetch_all(sql)}
+
     def episode_facts(self) -> tuple[EpisodeFacts, ...]:
         """Status, size and facts of every stored trajectory, in order, without tokens and messages."""
         rows = self.fetch_all(

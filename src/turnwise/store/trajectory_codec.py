@@ -89,6 +89,7 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
         "messages": list(trajectory.messages),
         "columns": columns,
         **({"limit": trajectory.limit} if trajectory.limit else {}),
+        **({"lost": True} if trajectory.lost else {}),
     }
     # Fit the window to the data: for 500 bytes, zlib spends half its time on clearing its default window of 32 KiB.
     data, (smallest, largest) = b"".join(parts[:-1]), WINDOW_BITS
@@ -121,6 +122,7 @@ def decode(record: str, blob: bytes | None) -> Trajectory:
         answer=tuple(encoded["answer"]),
         messages=tuple(encoded["messages"]),
         limit=Limit(encoded["limit"]) if "limit" in encoded else None,
+        lost="lost" in encoded,
     )
 
 

@@ -37,6 +37,7 @@ from turnwise.core.text import clean
 from turnwise.errors import ToolFault
 from turnwise.tools.guest.scratch import remove_tree
 from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation, SandboxLimits, interpreters, mechanisms
+from turnwise.workers.sockets import allow_many_files
 
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
 MODULES = ("landlock", "seccomp", "confine", "scratch", "repl", "exam", "zygote")
@@ -361,6 +362,7 @@ def _close_pools_at_exit() -> None:
 
 def _start(candidates: tuple[Isolation, ...], limits: SandboxLimits) -> tuple[ZygoteHandle, Isolation]:
     """The first mechanism that starts and passes the isolation test."""
+    allow_many_files()  # each session has a socket
     faults = []
     for isolation in candidates:
         if reason := isolation.unavailable():
@@ -517,15 +519,17 @@ class SandboxSession(contextlib.AbstractContextManager["SandboxSession"]):
                 worker.end()
             raise ToolFault("this Python session was closed during a call") from failure
         status, limits = worker.end(wait=True, grace=isinstance(failure, Gone)), self._pool.limits
-        if status and (status.cpu_seconds >= limits.cpu_seconds or status.code == -signal.SIGXCPU):
+        if status is None:  # not by what its code did: no code of a session reaches the zygote
+            raise ToolFault("the process that runs Python sessions has ended") from failure
+        if status.cpu_seconds >= limits.cpu_seconds or status.code == -signal.SIGXCPU:
             reason = f"CPU time limit of {limits.cpu_seconds} s"
-        elif status and status.limit:
+        elif status.limit:
             reason = status.limit
         elif isinstance(failure, Hung):
             reason = f"time limit of {limits.wall_seconds:g} s"
         elif isinstance(failure, Garbled):
             reason = "the answer could not be read"
-        elif status is None or status.code is None:
+        elif status.code is None:
             reason = "the interpreter stopped answering"
         elif status.code >= 0:
             reason = f"the interpreter exited with code {status.code}"

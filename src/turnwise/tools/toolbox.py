@@ -1,7 +1,8 @@
 """Typed Python functions as tools: schemas for the chat template, tool messages for the model.
 
 A wrong name, argument or type in a model's call, and any exception of a tool, becomes a message that begins with
-``error: `` and is counted; it is never raised. Does not know about episodes, rewards or how a call was parsed.
+``error: `` and is counted; it is never raised. A machine that ran out of something is (``HostFault``). Does not know about
+episodes, rewards or how a call was parsed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Message
-from turnwise.errors import SettingError, nearest
+from turnwise.errors import HostFault, SettingError, nearest, scarcity
 
 _JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
@@ -76,6 +77,8 @@ class Toolbox:
             value = tool.function(**arguments)
             value = await value if inspect.iscoroutinefunction(tool.function) else value
         except Exception as error:
+            if words := scarcity(error, of_call=True):  # not the model's mistake, so no answer to it
+                raise HostFault(words) from error
             return f"error: {type(error).__name__}: {error}".removesuffix(": "), True
         if isinstance(value, str):
             return value, False

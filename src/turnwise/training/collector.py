@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 from turnwise.config.values import KEEP, WAIT, Staleness
 from turnwise.core.protocols import Generator, GroupScorer, LedgerProtocol, Session
 from turnwise.core.records import Group, Status, Task, Trajectory
+from turnwise.core.retries import LOST_SHARE, PAUSES, given_up, lost_in, tried
 from turnwise.core.seeds import stable_seed
-from turnwise.errors import EnvironmentFault
-from turnwise.observe.rules import TOO_OLD
+from turnwise.errors import EnvironmentFault, HostFault
+from turnwise.observe.rules import LOST, TOO_OLD
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.scoring import MAX_REWARD, scored_play
 from turnwise.rollout.strategies import EpisodeRunner, GroupRequest, close
@@ -117,6 +118,8 @@ class Collector:
     training: int = 0  # groups the learner holds at this moment
     dropped: Counter[str] = field(default_factory=Counter)
     failed_in_a_row: int = 0
+    ended: int = 0  # groups, since the run was started or resumed
+    lost: int = 0  # of these, by a fault of the machine
     last_metrics: dict[str, float] = field(default_factory=dict)  # of the last step; adaptive strategies read them
 
     @property
@@ -134,10 +137,14 @@ class Collector:
             play, scorer = scored_play(play, scorer), None
         for order in self.sampler.orders(count, self.to_reissue):
             self.ledger.issue(order.key, order.task, step, self.generator.version)
-            open_session = partial(self._open, self.sessions.setdefault(order.key, []), order.number)
-            request = GroupRequest(order.key, order.task, order.size, open_session, play, self.last_metrics, step)
-            grow = self.sampler.grow(order, request, self.recipe.strategy)
-            self.running[asyncio.ensure_future(_scored(grow, scorer) if scorer else grow)] = order.key
+            opened, lost = self.sessions.setdefault(order.key, []), list[str]()
+            open_session, noted = partial(self._open, opened, order.number), _noting(play, lost)
+            request = GroupRequest(order.key, order.task, order.size, open_session, noted, self.last_metrics, step)
+            grow = partial(self.sampler.grow, order, request, self.recipe.strategy)
+            first = grow()
+            task = asyncio.ensure_future(_grown(first, grow, opened, lost, scorer))
+            task.add_done_callback(partial(_closed, first))
+            self.running[task] = order.key
             self.issued_in[order.key] = step
 
     def _open(self, opened: list[Session], number: str, i: int, draft: bool = False) -> Session:
@@ -211,6 +218,17 @@ class Collector:
     def _finish(self, key: str, group: Group, step: int) -> None:
         """Store a finished group, then admit or drop it."""
         self.ledger.finish(group, step)
+        self.ended += 1
+        if reason := lost_in(group):
+            self.lost += 1
+            self.sampler.forget(key)
+            self._drop(key, f"{LOST}: {reason}", step)
+            if self.lost > LOST_SHARE * self.ended:
+                raise HostFault(
+                    f"the machine failed {self.lost} of {self.ended} groups, each {1 + len(PAUSES)} times, and nothing of them "
+                    f"was trained on; the last: {reason}"
+                )
+            return
         usable_part, reasons = usable(group)
         self.dropped.update(f"trajectory: {reason}" for reason in reasons)
         if not usable_part.trajectories:
@@ -251,9 +269,45 @@ class Collector:
         await asyncio.gather(*self.running, *self.cancelled, return_exceptions=True)
 
 
-async def _scored(grow: Coroutine[Any, Any, Group], scorer: GroupScorer) -> Group:
-    """The group with the rewards of ``scorer``: while it is scored, other groups are still sampled."""
-    return await scorer.score(await grow)
+async def _grown(
+    first: Coroutine[Any, Any, Group],
+    grow: Callable[[], Coroutine[Any, Any, Group]],
+    opened: list[Session],
+    lost: list[str],
+    scorer: GroupScorer | None,
+) -> Group:
+    """The group, played and scored. What the machine failed is done again: the same task, the same seeds. ``lost`` holds how it
+    failed episodes, also such as the strategy keeps out of the group (drafts, baselines)."""
+
+    def again() -> Coroutine[Any, Any, Group]:
+        close(opened)  # those that no episode closed
+        opened.clear()
+        lost.clear()
+        return grow()
+
+    group = await tried(first, again, lambda _: lost)
+    if lost:
+        return given_up(group, lost[-1])
+    if scorer is not None:  # while it is scored, other groups are still sampled
+        score = partial(scorer.score, group)
+        group = await tried(score(), score, lost_in)
+    return given_up(group, reason) if (reason := lost_in(group)) else group
+
+
+def _closed(first: Coroutine[Any, Any, Group], _: object) -> None:
+    first.close()  # a group that is cancelled before it begins would warn that nobody awaited it
+
+
+def _noting(play: EpisodeRunner, lost: list[str]) -> EpisodeRunner:
+    """``play``, which adds to ``lost`` how the machine failed an episode."""
+
+    async def noted(*args: Any, **more: Any) -> Trajectory:
+        trajectory = await play(*args, **more)
+        if trajectory.lost:
+            lost.append(trajectory.reason)
+        return trajectory
+
+    return noted
 
 
 # ------------------------------------------------------------------- usable groups

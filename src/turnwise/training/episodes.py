@@ -31,7 +31,7 @@ from turnwise.core.protocols import Session
 from turnwise.core.records import Completion, Sampling, Task, Trajectory, Turn
 from turnwise.environments.calls import INTERRUPT_EVERY, INTERRUPTS, with_timeout
 from turnwise.environments.isolated import READY, EnvironmentProcess, HostLost, ProcessPool, moved, serve_episodes
-from turnwise.errors import EnvironmentFault, SettingError
+from turnwise.errors import EnvironmentFault, HostFault, SettingError, host_fault
 from turnwise.rollout.episode import Episode, OtherSeats, UnforkedSession
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import EpisodeRunner
@@ -80,7 +80,7 @@ def make_play(
                 more["support"] = await resolver.resolve(more["support"], task)
             except Exception as fault:  # raised by the environment
                 session.close()
-                return Trajectory(key, task, ()).failed(f"no help for this task: {fault}")
+                return Trajectory(key, task, ()).failed(f"no help for this task: {fault}", bool(host_fault(fault)))
         env = env_spec.try_make(task)
         if seats is not None:
             others: OtherSeats = seats(key, task, env, session)
@@ -149,12 +149,13 @@ class DistributedPlay:
                     suspect = suspect or lost.suspect
                     reasons.append(str(lost))
                     if len(reasons) > PROCESSES.moves:
-                        raise EnvironmentFault(f"{lost}; it was tried {len(reasons)} times") from None
+                        kind = HostFault if lost.by_host else EnvironmentFault
+                        raise kind(f"{lost}; it was tried {len(reasons)} times") from None
                     moved.append(str(lost))
                 finally:
                     PROCESSES.leave(process)
-        except EnvironmentFault as fault:
-            return Trajectory(key, task, ()).failed(str(fault))
+        except (EnvironmentFault, HostFault) as fault:
+            return Trajectory(key, task, ()).failed(str(fault), bool(host_fault(fault)))
         finally:
             session.close()
 
@@ -173,7 +174,8 @@ class DistributedPlay:
                     turns_played, *rest = event
                     return Trajectory(given[0], given[1], tuple(Turn(*values) for values in turns_played), *rest)
                 if kind == FAULT:
-                    raise EnvironmentFault(event[0])
+                    words, host = event
+                    raise HostFault(host) if host else EnvironmentFault(words)
                 same, tail, changed = event
                 ids, sampling = [*ids[:same], *tail], changed or sampling
                 before, completion = next(earlier, (ids, None))
@@ -321,7 +323,8 @@ class PlayingProcess:
             played = await self.plays[number](key, task, session, scale, **more)
             session.answer_with(PLAYED, [TURN(turn) for turn in played.turns], *TRAJECTORY(played))
         except Exception as fault:
-            session.answer_with(FAULT, f"{type(fault).__name__}: {fault}".removeprefix("EnvironmentFault: "))
+            words = f"{type(fault).__name__}: {fault}".removeprefix("EnvironmentFault: ")
+            session.answer_with(FAULT, words, host_fault(fault))
         finally:
             del self.sessions[episode]
 

@@ -162,7 +162,7 @@ def _scripted(env_spec: EnvSpec, player: str, split: str, listen: Listener) -> E
 
     async def play() -> Evaluation:
         played = await evaluate(env_spec.first_tasks(split, s.eval_tasks), s.eval_samples, one)
-        return played if scorer is None else await scored(played, scorer)
+        return await scored(played, scorer)
 
     with _scorers(env_spec, renderer.decode, _no_policy, None, listen) as scorer:
         return run_async(play())
@@ -222,7 +222,7 @@ async def evaluate_served(
     evaluation = await evaluate(env_spec.first_tasks(split, s.eval_tasks), s.eval_samples, play, wave=s.slots)
     if server.fatal is not None:
         raise server.fatal
-    return evaluation if scorer is None else await scored(evaluation, scorer)
+    return await scored(evaluation, scorer)
 
 
 # ---------------------------------------------------------------------- what scores

@@ -69,7 +69,7 @@ class BudgetWave:
         if self.given is None:
             self.given = asyncio.get_running_loop().create_future()
         self.groups[i] = group
-        if len(self.groups) == len(self.tasks):
+        if len(self.groups) == len(self.tasks) and not self.given.done():  # else it is a group that was played again
             self.given.set_result(self.budget.rest(self.tasks, [self.groups[k] for k in range(len(self.tasks))]))
         return (await self.given)[i]
 

@@ -35,7 +35,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.core.signals import Signal
 from turnwise.data.mixing import GroupSource, Mixture
 from turnwise.data.offline_source import split_held_out
-from turnwise.errors import EnvironmentFault, RankFault, ServerFault, SettingError
+from turnwise.errors import EnvironmentFault, HostFault, RankFault, ServerFault, SettingError
 from turnwise.evaluation.evaluator import Evaluator
 from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
@@ -107,9 +107,9 @@ class Trainer:
                 return self._run()
             except RunStopped as stopped:
                 raise RunStopped(stopped.number, self._stopped_message()) from None
-            # the judge, the last generator server or a process of the learner is gone
-            except (ServerFault, RankFault) as fault:
-                kind = RankFault if isinstance(fault, RankFault) else ServerFault
+            # the judge, the last generator server or a process of the learner is gone, or the machine is starved
+            except (ServerFault, RankFault, HostFault) as fault:
+                kind = next(kind for kind in (ServerFault, RankFault, HostFault) if isinstance(fault, kind))
                 raise kind(f"{fault}; {self._stopped_message()}") from fault
 
     def _stopped_message(self) -> str:
@@ -231,7 +231,7 @@ class Trainer:
                 if self.stop.received:
                     raise RunStopped(self.stop.received)
                 after = await self._evaluate(evaluator, "after", learner)
-            counts = ledger.group_counts()
+            counts, episodes = ledger.group_counts(), written.episode_counts()
         _save(self.run_dir.model, learner.export, tokenizer)
         if s.lora_rank:  # the adapters alone, too; they name the model that they belong on
             given = not s.model.tiny and s.cold_steps < 1
@@ -243,6 +243,7 @@ class Trainer:
             "steps_skipped": learner.skipped,
             "parameters": learner.parameter_count,
             "groups": asdict(counts),
+            "episodes": episodes,
             "device": str(engines.select_device(s)),
             "engines": self.paths,
             "checkpoints": self.schedule.facts(),
@@ -548,6 +549,8 @@ def demonstrations(
         return played
 
     played = run_async(play())
+    if lost := [t for t in played if t.lost]:  # the others would be those that need less of the machine
+        raise HostFault(f"the machine failed {len(lost)} of {len(played)} demonstrations: {lost[0].reason}")
     good = [t for t in played if t.status != Status.FAILED]
     if not good:
         raise EnvironmentFault(f"no demonstration could be played: {played[0].reason if played else 'no tasks'}")

@@ -33,6 +33,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from turnwise.workers.sockets import allow_many_files
+
 STUCK_SECONDS = 60.0  # until a write that nobody reads is given up
 END_SECONDS = 2.0  # for a process whose socket closed to show how it ended
 MAX_ANSWER = 1 << 28  # bytes: more, and a worker that a model's text misled would fill this process's memory
@@ -64,7 +66,12 @@ class WorkerStuck(OSError):
 
 
 class WorkerLost(Exception):
-    """The process ended before it answered; the message says how, and continues a sentence about the process."""
+    """The process ended before it answered; the message says how, and continues a sentence about the process. ``by_host``:
+    nothing that it was asked for ended it, as far as can be told."""
+
+    def __init__(self, how: str, by_host: bool = False) -> None:
+        super().__init__(how)
+        self.by_host = by_host
 
 
 def exit_words(status: int, last_line: str = "") -> str:
@@ -93,6 +100,7 @@ class WorkerProcess:
     It ends with this process, however that ends: its socket closes."""
 
     def __init__(self, module: str, *arguments: Any, seconds: float = STUCK_SECONDS, quiet: bool = True) -> None:
+        allow_many_files()
         ours, theirs = socket.socketpair()
         whole, rest = divmod(seconds, 1)
         # a write that nobody reads for so long raises BlockingIOError; 0: never
@@ -145,6 +153,8 @@ class Worker(WorkerProcess):
         super().__init__(module, *arguments, seconds=seconds, quiet=quiet)
         self.ended = ""  # why it takes no more requests, in words
         self.killed = False  # by us: no request is to blame for its end
+        self.answered = False  # a first request, by which it has loaded what it works with
+        self.proven = False  # whether another of its kind has worked: then its own code does not end it while it starts
         self.users = 0  # that a pool gave it to
         self.alone = False  # whether its user must not share it
         self._pending: dict[int, Answer] = {}
@@ -229,7 +239,12 @@ class Worker(WorkerProcess):
     def _fulfil(self, answers: Iterable[tuple[Answer, bytes | None]]) -> None:
         for answer, payload in answers:
             if not answer.done():  # otherwise it was cancelled meanwhile
-                answer.set_exception(WorkerLost(self.ended)) if payload is None else answer.set_result(payload)
+                answer.set_exception(self._lost()) if payload is None else answer.set_result(payload)
+
+    def _lost(self) -> WorkerLost:
+        # SIGKILL that we did not send is the kernel's, for want of memory, or an operator's
+        outside = self.process.poll() == -signal.SIGKILL or (self.proven and not self.answered)
+        return WorkerLost(self.ended, outside and not self.killed)
 
     def _write(self) -> None:
         # in a thread: a socket whose reader is stuck would block whoever asks
@@ -247,7 +262,9 @@ class Worker(WorkerProcess):
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._settle(unpack(self.connection.recv_bytes(MAX_ANSWER)))
+                records = unpack(self.connection.recv_bytes(MAX_ANSWER))
+                self.answered = True
+                self._settle(records)
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -271,18 +288,21 @@ class SharedWorkers(Generic[AnyWorker]):
     def __init__(self, start: Callable[..., AnyWorker], share: int = 1) -> None:
         self.workers: list[AnyWorker] = []
         self._start, self._share, self._lock, self._owner = start, share, threading.Lock(), os.getpid()
+        self._worked = False  # whether one of them ever answered
         _pools.add(self)
 
     def take(self, *arguments: Any, alone: bool = False, least: int = 0) -> AnyWorker:
         """The living worker with the fewest users, or a new one, started with ``arguments``: where all are full, or where fewer
         than ``least`` live and none is idle. ``alone``: one that nobody else has."""
         with self._lock:
+            self._worked = self._worked or any(worker.answered for worker in self.workers)
             worker = self._with_room(alone, least)
             while worker is not None and worker.process.poll() is not None:  # its reader does not know yet
                 self.workers.remove(worker)
                 worker = self._with_room(alone, least)
             if worker is None:
                 worker = self._start(*arguments)
+                worker.proven = self._worked
                 self.workers.append(worker)
             worker.users += 1
             worker.alone = alone

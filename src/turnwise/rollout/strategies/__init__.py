@@ -206,7 +206,7 @@ class GreedyBaseline(Strategy):
         sampled, greedy = await asyncio.gather(request.play_all(sessions[:-1]), alone)
         if greedy.status == Status.FAILED:
             reason = f"the greedy rollout that gives the baseline failed: {greedy.reason}"
-            return request.grown([t if t.status == Status.FAILED else t.failed(reason) for t in sampled])
+            return request.grown([t if t.status == Status.FAILED else t.failed(reason, greedy.lost) for t in sampled])
         facts = {GREEDY_REWARD: float(greedy.reward), DRAFT_TOKENS: greedy.sampled / max(1, len(sampled))}
         return request.grown([replace(t, facts={**t.facts, **facts}) for t in sampled])
 
