@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -76,6 +78,11 @@ class Target:
         ]
         self._segment = ctypes.CDLL(None).shmget(0, 4096, 0o1666)
         stack.callback(ctypes.CDLL(None).shmctl, self._segment, 0, None)
+        # files that any session may read: one that the host locks, and one that it does not
+        self._library = stack.enter_context(open(os.__file__))
+        self._locked = stack.enter_context(open(contextlib.__file__))
+        fcntl.flock(self._locked, fcntl.LOCK_EX)
+        fcntl.lockf(self._locked, fcntl.LOCK_SH)
         self._victim = stack.enter_context(subprocess.Popen(["sleep", "3600"]))
         stack.callback(self._victim.kill)
         self._cores = os.sched_getaffinity(self._victim.pid)
@@ -103,7 +110,7 @@ class Target:
             "folder": folder, "secret": folder / "secret", "fifo": folder / "fifo", "stream": folder / "stream",
             "datagrams": folder / "datagrams", "name": self.name, "port": self._tcp.getsockname()[1], "host": os.getpid(),
             "parent": os.getppid(), "victim": self._victim.pid, "segment": self._segment, "neighbour": pid,
-            "neighbour_home": home, "root": Path(__file__).resolve().parents[2],
+            "neighbour_home": home, "locked": contextlib.__file__, "root": Path(__file__).resolve().parents[2],
         }  # fmt: skip
 
     def code(self, attack: Attack) -> str:
@@ -127,6 +134,15 @@ class Target:
                 yield f"{len(ready)} sockets or pipes were reached"
         if self._victim.poll() is not None or os.sched_getaffinity(self._victim.pid) != self._cores:
             yield "a process was changed"
+        try:
+            fcntl.flock(self._library, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._library, fcntl.LOCK_UN)
+            # type of a lock that would stand against ours: F_UNLCK where there is none
+            other = fcntl.fcntl(self._library, fcntl.F_GETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+            if struct.unpack("hhqqi4x", other)[0] != fcntl.F_UNLCK:
+                yield "a file of the host is locked"
+        except BlockingIOError:
+            yield "a file of the host is locked"
         answer = self.neighbour.run("secret, open('secret').read(), os.listdir()").output
         if answer != f"('{self.token}', '{self.token}', ['secret'])":
             yield f"a neighbour was disturbed: {answer}"

@@ -12,8 +12,14 @@ Kinds: files, writes, network, processes, calls, privileges, neighbours, exhaust
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.filters import verdict, word
 
 from turnwise.tools.guest import seccomp
 
@@ -224,7 +230,22 @@ def _neighbours() -> Iterator[Attack]:
         "semaphore": "got = libc.semget(1, 1, 0o1666) >= 0",
         "POSIX queue": "rt = ctypes.CDLL('librt.so.1'); got = rt.mq_open(b'/q', 0o102, 0o666, None) >= 0",
         "keyring": f"got = call({(250, 219)[COLUMN]}, 0, -5, 1)[0] > 0",
-        "lock as a sign": "import fcntl; fcntl.flock(os.open(os.__file__, 0), fcntl.LOCK_EX | fcntl.LOCK_NB); got = True",
+        "lock as a sign": "import fcntl; f = os.open(os.__file__, 0); fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "shared lock as a sign": "import fcntl; f = os.open(os.__file__, 0); fcntl.lockf(f, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "lock of an open file as a sign": "import fcntl, struct; f = os.open(os.__file__, 0)\n"
+        "fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 0, 0, 0, 0, 0))",
+        "see the host's lock": "import fcntl\ntry: fcntl.flock(os.open('{locked}', 0), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except BlockingIOError: got = True",
+        "who holds the host's lock": "import fcntl, struct\n"
+        "r = fcntl.fcntl(os.open('{locked}', 0), 5, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))\ngot = struct.unpack('hhqqi4x', r)[4]",
+        "attributes of a file of the host": "got = os.listxattr(os.__file__) or os.getxattr(os.__file__, 'user.x')",
+        "group of a process": "got = os.getpgid({victim})",
+        "session of a process": "got = os.getsid({victim})",
+        "cores of a process": "got = os.sched_getaffinity({victim})",
+        "policy of a process": "got = os.sched_getscheduler({victim}) >= 0",
+        "capabilities of a process": f"h = (ctypes.c_uint32 * 2)(0x20080522, {{victim}}); d = (ctypes.c_uint32 * 6)()\n"
+        f"got = call({(125, 90)[COLUMN]}, h, d)[0] == 0",
+        "priority of a process": "got = os.getpriority(os.PRIO_PROCESS, {victim}) is not None",
         "terminal": "got = os.open('/dev/tty', os.O_RDWR)",
         "inherited descriptors": "import stat\nfor n in range(5, 4096):\n  try: got = stat.S_ISSOCK(os.fstat(n).st_mode) or got\n"
         "  except OSError: pass",
@@ -258,11 +279,11 @@ def _calls() -> Iterator[Attack]:
 
 
 def _denied_calls() -> Iterator[Attack]:
-    """Every call of the filter, with arguments that do nothing: the answer must be the filter's."""
-    for name, numbers in seccomp.DENIED_SYSCALLS.items():
-        if (number := numbers[COLUMN]) is not None:
-            code = f"got = call({number}, -1, -1, -1, -1, -1, -1)[1] not in (1, 38)"
-            yield Attack("calls", f"denied {name}", code)
+    """Every call that the filter does not allow, with arguments that do nothing: the answer must be the filter's."""
+    filtered = seccomp.program(forks=True, private_pids=True, metered=False)
+    for number in range(seccomp.NEWEST_SYSCALL + 1):
+        if word(verdict(filtered, seccomp.MACHINES[platform.machine()][1], number, *[-1] * 6)) in (1, 38, 95):
+            yield Attack("calls", f"call {number}", f"got = call({number}, -1, -1, -1, -1, -1, -1)[1] not in (1, 38, 95)")
 
 
 def _privileges() -> Iterator[Attack]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import fcntl
+import math
+import mmap
 import os
 import signal
 import struct
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +23,7 @@ import pytest
 from support.tool_pools import LIMITS, use
 
 from turnwise.errors import ToolFault
-from turnwise.tools import PythonTool
+from turnwise.tools import PythonTool, SandboxSession
 from turnwise.tools.guest import scratch
 from turnwise.tools.guest.scratch import SET_FLAGS, Trash, remove_tree
 
@@ -124,14 +132,101 @@ def test_what_cannot_be_removed_is_reported_and_nothing_raises(tree: Path, monke
     assert not remove_tree("/no/such/folder/at/all") or not Path("/no").exists()
 
 
-def test_use_counts_blocks_entries_and_depth(tree: Path) -> None:
+def test_use_counts_bytes_and_entries_at_any_depth(tree: Path) -> None:
     (tree / "file").write_bytes(b"x" * 100_000)
-    assert not scratch.used(str(tree), 1 << 20) and scratch.used(str(tree), 50_000)
+    assert scratch.usage(str(tree), 1 << 30)[0] >= 100_000 and scratch.usage(str(tree), 50_000)[0] > 50_000
     for n in range(20):
         (tree / f"{n}").mkdir(mode=0o300)
-    assert not scratch.used(str(tree), 1 << 20, 21) and scratch.used(str(tree), 1 << 20, 20)
-    nest(tree / "0", 100)
-    assert scratch.used(str(tree), 1 << 30)
+    assert scratch.usage(str(tree), 1 << 30)[1] == 21 and scratch.usage(str(tree), 1 << 30, 10)[1] == 11
+    nest(tree / "0", 1500)  # longer than a path may be, and deeper than there are descriptors
+    assert scratch.usage(str(tree), 1 << 30)[1] == 1521
+    os.truncate(tree / "file", 1 << 29)  # it may be filled later, by a mapping
+    assert scratch.usage(str(tree), 1 << 30)[0] > 1 << 29
+    assert scratch.usage(str(tree / "gone"), 1) == (0, 0)
+
+
+def test_a_tree_that_needs_too_many_descriptors_counts_as_too_large(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "inner").mkdir()
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(scratch, "open_directory", refuse)
+    assert scratch.usage(str(tree), 1 << 30)[0] > 1 << 30
+
+
+def test_a_link_swapped_in_is_not_followed(tree: Path, tmp_path: Path) -> None:
+    """``chmod`` of a name made a directory outside accessible to its owner alone: won in 0.02 s."""
+    outside = tmp_path / "outside"
+    (outside / "inner").mkdir(parents=True)
+    outside.chmod(0o751)
+    (tree / "link").symlink_to(outside)
+    parent = os.open(tree, os.O_RDONLY)
+    for act in (scratch.unlock, scratch.open_directory):
+        with pytest.raises(OSError):
+            act(parent, "link")
+    os.close(parent)
+    assert scratch.usage(str(tree), 1 << 30)[1] == 1  # nothing of the outside
+    swaps, stop = ctypes.CDLL(None), threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():  # what is a directory becomes a link, and back
+            swaps.renameat2(-100, bytes(tree / "folder"), -100, bytes(tree / "link"), 2)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                (tree / "folder").mkdir(mode=0)
+                (tree / "link").symlink_to(outside)
+            scratch.usage(str(tree), 1 << 30)
+            list(scratch._removals(str(tree), "folder"))
+    finally:
+        stop.set()
+        thread.join()
+    assert outside.stat().st_mode & 0o777 == 0o751 and (outside / "inner").is_dir()
+    assert remove_tree(str(tree)) and (outside / "inner").is_dir()
+
+
+@pytest.mark.parametrize("act", [lambda tree: scratch.usage(tree, 1 << 30), remove_tree])
+def test_a_link_swapped_in_at_the_worst_moment(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[str], object]
+) -> None:
+    """The directory that its owner has closed is a link by the time it is opened to him again."""
+    outside, swaps, original = tmp_path / "outside", list[str](), os.open
+    outside.mkdir()
+    outside.chmod(0o751)
+    (tree / "folder").mkdir()
+
+    def swap(name: str, flags: int, *rest: int, dir_fd: int | None = None) -> int:
+        if name == "folder" or ".removing" in name:
+            if not swaps:
+                swaps.append(name)
+                path = tree / name if name == "folder" else tree.parent / name
+                path.rmdir()
+                path.symlink_to(outside)
+                raise PermissionError
+        return original(name, flags, *rest, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", swap)
+    act(str(tree))
+    assert swaps and outside.stat().st_mode & 0o777 == 0o751
+
+
+def test_files_that_nobody_sees_count_as_everything() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"x" * 9000)
+        file.flush()
+        before = scratch.held_by(os.getpid())
+        os.unlink(file.name)
+        assert scratch.held_by(os.getpid()) - before >= 9000
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            assert scratch.held_by(os.getpid()) == math.inf
+        Path(file.name).touch()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert scratch.held_by(gone.pid) == 0
 
 
 # ------------------------------------------------------------------- in a pool
@@ -183,6 +278,70 @@ def test_scratch_is_bounded_on_every_rung(tool: PythonTool, code: str) -> None:
         words = ("scratch limit of 4096 KiB or 4096 files", "No space left on device")
         assert any(word in result.output for word in words), result.output
         assert session.run("2 + 2").output == "4"
+
+
+HELD = """
+import ctypes, mmap, os, socket, threading
+held, count = [], 0
+def hold(n):
+    {hold}
+def grow():
+    global count
+    for n in range(200):
+        hold(n)
+        count += 1
+try: grow()
+except OSError as error: print(error.errno, count)
+else: print("never", count)
+"""
+WAYS = {
+    "reserved": "f = os.open(str(n), os.O_CREAT | os.O_RDWR); os.posix_fallocate(f, 0, 1 << 20); os.close(f)",
+    "in a message": "f = os.open('f', os.O_CREAT | os.O_RDWR); os.write(f, bytes(1 << 20)); os.unlink('f')\n"
+    "    held.append(socket.socketpair()); socket.send_fds(held[-1][0], [b'x'], [f]); os.close(f)",
+    "mapped": "f = os.open('f', os.O_CREAT | os.O_RDWR); os.write(f, bytes(1 << 20)); os.unlink('f')\n"
+    "    held.append(mmap.mmap(f, 4096, access=mmap.ACCESS_COPY)); os.close(f)",
+    "filled by a mapping": "f = os.open(str(n), os.O_CREAT | os.O_RDWR); os.ftruncate(f, 1 << 20)\n"
+    "    m = mmap.mmap(f, 1 << 20); m[:] = bytes(range(1, 2)) * (1 << 20); m.close(); os.close(f)",
+    "without a name": "held.append(os.open('.', os.O_TMPFILE | os.O_RDWR)); os.write(held[-1], bytes(1 << 20))",
+    "in vectors": "f = os.open(str(n), os.O_CREAT | os.O_RDWR); os.writev(f, [bytes(1 << 19)] * 2); os.close(f)",
+    "copied": "f = os.open(str(n), os.O_CREAT | os.O_RDWR)\n"
+    "    if not n: os.write(f, bytes(1 << 20))\n"
+    "    else: os.copy_file_range(os.open('0', 0), f, 1 << 20, 0, 0)",
+    "by threads": "def w(i): f = os.open(f'{n}-{i}', os.O_CREAT | os.O_RDWR); sizes.append(os.write(f, bytes(1 << 19)))\n"
+    "    sizes = []; ts = [threading.Thread(target=w, args=(i,)) for i in (0, 1)]; [t.start() for t in ts]\n"
+    "    [t.join() for t in ts]\n    if sizes != [1 << 19] * 2: raise OSError(28, '')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scratch_holds_no_byte_more_than_its_limit(jail: SandboxSession, way: str) -> None:
+    """Files that were reserved took 9.3 GB of 32 MiB, files without a name that were sent over a socket 1.3 GB."""
+    output = jail.run(HELD.replace("{hold}", WAYS[way])).output
+    if "SIGBUS" in output:  # a mapping of a private file system that is full
+        return
+    error, count = output.splitlines()[-1].split()
+    assert int(count) <= LIMITS.scratch_bytes >> 20, f"{count} MiB are held"
+    assert int(error) in (errno.EPERM, errno.ENOSPC, errno.ENODEV)
+    assert jail.run("2 + 2").output == "4"
+
+
+def test_space_that_is_freed_is_given_back(jail: SandboxSession) -> None:
+    code = "import os\nfor n in range(40):\n  open(str(n), 'wb').write(b'x' * (1 << 20)); os.remove(str(n))\nn"
+    assert jail.run(code).output == "39"
+    code = "for n in range(6000): open(str(n), 'w').close(); os.remove(str(n))\nn"
+    assert jail.run(code).output == "5999"
+
+
+def test_entries_are_bounded_as_in_a_file_system(jail: SandboxSession) -> None:
+    code = "import os\ntry:\n  for n in range(9000): os.symlink('x', str(n))\nexcept OSError as e: print(e.errno, n <= 4096)"
+    assert jail.run(code).output == f"{errno.ENOSPC} True"
+
+
+@pytest.mark.parametrize("code", ["libc.close_range(70, 80, 2)", "libc.syscall(435, None, 0)"])
+def test_no_thread_has_descriptors_of_its_own(code: str) -> None:
+    """The supervisor looks at those of the process: a thread could hold files that it does not see."""
+    with use("landlock").open() as session:
+        assert session.run(f"import ctypes; libc = ctypes.CDLL(None); {code}").output == "-1"
 
 
 # ---------------------------------------------------------- memory of a session

@@ -108,6 +108,7 @@ class Isolation:
             "build_root": self.build_root,
             "landlock": self.landlock,
             "seccomp": self.seccomp,
+            "metered": self.seccomp and not self.namespaces,  # scratch is a directory of the host's file system
             "change_user": not keep_user,
             "trees": interpreter.trees,
             "links": interpreter.links,

@@ -40,7 +40,7 @@ from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation, Sandbo
 from turnwise.workers.sockets import allow_many_files
 
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
-MODULES = ("landlock", "seccomp", "confine", "scratch", "repl", "exam", "zygote")
+MODULES = ("landlock", "seccomp", "confine", "scratch", "meter", "repl", "exam", "zygote")
 BOOT = """
 import json, socket, sys, types
 control = socket.socket(fileno=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.tools.guest import landlock, seccomp
@@ -119,8 +119,10 @@ def threads_of_user() -> int:
     return total
 
 
-def confine(config: dict[str, Any], uid: int, scratch: str) -> None:
-    """Apply all of it to one session. The order matters: mounts need the privileges that are dropped next."""
+def confine(config: dict[str, Any], uid: int, scratch: str, hand_over: Callable[[int], None]) -> None:
+    """Apply all of it to one session. The order matters: mounts need the privileges that are dropped next.
+
+    ``hand_over`` sends the supervisor the descriptor on which the kernel will ask for space."""
     limits = config["limits"]
     if config["namespaces"]:
         # a scratch directory that only this session sees and that ends with it; /proc is hidden
@@ -149,6 +151,8 @@ def confine(config: dict[str, Any], uid: int, scratch: str) -> None:
         _check(libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()), "capset")
     if config["landlock"]:
         landlock.apply([*config["trees"], *DEVICES], [scratch, os.devnull])
+    if config["metered"]:
+        hand_over(seccomp.listen())
     if config["seccomp"]:
         forks = config["namespaces"] and limits["processes"] > 1
-        seccomp.apply(forks=forks, private_pids=config["namespaces"])
+        seccomp.apply(forks=forks, private_pids=config["namespaces"], metered=config["metered"])

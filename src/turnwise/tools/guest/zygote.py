@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise.tools.guest import confine, landlock, repl, scratch
+from turnwise.tools.guest.meter import Meter
 
 PRELOAD = ("collections", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "math", "operator",
            "random", "re", "statistics", "string", "textwrap", "typing")  # fmt: skip
@@ -35,6 +37,9 @@ class Zygote:
         self.children: dict[int, int] = {}
         self.stopped: dict[int, str] = {}  # sessions killed for exceeding a limit, and which
         self.monitor = Monitor(config)
+        self.meters: dict[int, Meter] = {}
+        # a session sends its number and its descriptor, before any untrusted code runs
+        self.inbox, self.outbox = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if config["namespaces"] else -1
         self.base = confine.SCRATCH if config["namespaces"] else tempfile.mkdtemp(prefix="turnwise-")
         if not config["namespaces"]:
@@ -43,7 +48,7 @@ class Zygote:
 
     def serve(self) -> None:
         while True:
-            ready = select.select([self.control], [], [], 0.0 if self.trash.pending else self.monitor.pause)[0]
+            ready = self.wait()
             running = {session: pid for session, pid in self.children.items() if session not in self.stopped}
             folders = {} if self.config["namespaces"] else {session: self._scratch(session) for session in running}
             for session, reason in self.monitor.violations(running, folders):
@@ -61,6 +66,31 @@ class Zygote:
             else:
                 self.end(message)
         self.close()
+
+    def wait(self) -> bool:
+        """Answer the sessions' questions for space; True when the host has a request."""
+        now = time.monotonic()
+        waiting, pause = select.poll(), 0.0 if self.trash.pending else self.monitor.pause
+        asking = {meter.listener: session for session, meter in self.meters.items() if meter.ready_at <= now}
+        for meter in self.meters.values():
+            pause = min(pause, meter.ready_at - now) if meter.ready_at > now else pause
+        for handle in (self.control.fileno(), self.inbox.fileno(), *asking):
+            waiting.register(handle, select.POLLIN)
+        events = dict(waiting.poll(math.ceil(pause * 1000)))
+        for handle, session in asking.items():
+            if events.get(handle, 0) & select.POLLIN:
+                self.meters[session].answer()
+            elif handle in events:  # all its threads have ended
+                self.meters.pop(session).close()
+        if self.inbox.fileno() in events:
+            data, handles, _, _ = socket.recv_fds(self.inbox, 64, 1)
+            session = int(data)
+            if session in self.children:
+                limit = self.config["limits"]["scratch_bytes"]
+                self.meters[session] = Meter(handles[0], self.children[session], self._scratch(session), limit)
+            else:
+                os.close(handles[0])
+        return self.control.fileno() in events
 
     # ---- start
     def spawn(self, session: int, handle: int) -> None:
@@ -84,21 +114,30 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             os.setsid()
             # every descriptor but 0, 1, 2 and this one is closed, above all the control socket
+            outbox = os.dup(self.outbox.fileno())
             os.dup2(handle, 3, inheritable=False)
-            os.closerange(4, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))  # the zygote never opens more than a handful
-            channel = socket.socket(fileno=3)
+            os.dup2(outbox, 4, inheritable=False)
+            os.closerange(5, min(os.sysconf("SC_OPEN_MAX"), 1 << 16))  # the zygote never opens more than a handful
+            channel, supervisor = socket.socket(fileno=3), socket.socket(fileno=4)
             scratch = self._scratch(session)
             uid = self.config["first_uid"] + session % 1024
             if not self.config["namespaces"]:
                 os.mkdir(scratch, 0o700)
                 if os.getuid() == 0 and self.config["change_user"]:
                     try:
-                        os.chown(scratch, uid, uid)
+                        os.chown(scratch, uid, uid, follow_symlinks=False)
                     except OSError:  # a container that maps few users: the session will run as one of those
-                        os.chmod(scratch, 0o777)
-            confine.confine(self.config, uid, scratch)
+                        os.chmod(scratch, 0o777)  # no session can write in the directory above it
+
+            def hand_over(listener: int) -> None:
+                socket.send_fds(supervisor, [str(session).encode()], [listener])
+                os.close(listener)
+
+            confine.confine(self.config, uid, scratch, hand_over)
+            supervisor.close()
             os.chdir(scratch)
             os.environ.update(HOME=scratch, TMPDIR=scratch)
+            tempfile.tempdir = None  # the zygote's answer to where temporary files go
             spool = os.open(".output", os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.unlink(".output")
             os.dup2(spool, 1)
@@ -144,6 +183,8 @@ class Zygote:
         self._kill(pid)
         if not exited:
             usage = os.wait4(pid, 0)[2]
+        if meter := self.meters.pop(session, None):
+            meter.close()
         if not self.config["namespaces"]:
             self.trash.add(str(session))
         return (os.waitstatus_to_exitcode(status) if exited else None), usage.ru_utime + usage.ru_stime
@@ -170,7 +211,8 @@ class Monitor:
         self.memory_bytes, self.scratch_bytes = limits["memory_bytes"], limits["scratch_bytes"]
         # without child processes the limit of one process is that of the session
         self.measures_memory = limits["processes"] > 1 and (config["namespaces"] or not config["seccomp"])
-        self.measures_scratch = not config["namespaces"]  # elsewhere a private file system has its own size
+        # elsewhere a private file system has its own size, or the kernel asks before each call that takes space
+        self.measures_scratch = not config["namespaces"] and not config["metered"]
         self.private_pids = config["namespaces"]
         self.pause = MEMORY_SECONDS if self.measures_memory else SCRATCH_SECONDS  # of the caller between two calls
         self._next_memory = self._next_scratch = 0.0
@@ -206,8 +248,9 @@ class Monitor:
 
     def _scratch(self, pids: Mapping[int, int], folders: Mapping[int, str]) -> Iterator[tuple[int, str]]:
         for session, folder in folders.items():
-            room = self.scratch_bytes - scratch.held_by(pids[session])
-            if room < 0 or scratch.used(folder, room):
+            size, entries = scratch.usage(folder, self.scratch_bytes)
+            held = scratch.held_by(pids[session])  # infinite: it cannot be seen, and this rung promises little
+            if size + (held if held < math.inf else 0) > self.scratch_bytes or entries > scratch.MAX_ENTRIES:
                 limit = f"{self.scratch_bytes >> 10} KiB or {scratch.MAX_ENTRIES} files"
                 yield session, f"scratch limit of {limit}"
 
