@@ -32,7 +32,7 @@ from trials.report import page, table
 ROWS = Path(__file__).parent / "results"
 KILLS, EPISODES = 120, 10_000
 SHORT_KILLS, SHORT_EPISODES, SHORT_EVERY = 12, 200, 5
-WANTED = {"kills": 100, "inputs": 200, "fuzz": 60_000, "sandbox": 200}
+WANTED = {"kills": 100, "inputs": 200, "fuzz": 60_000, "sandbox": 3_000}
 BAD_INPUTS = (bad_settings, bad_files, bad_environments, bad_models, bad_runs)
 Progress = Callable[[str], None]
 

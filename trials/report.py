@@ -23,7 +23,10 @@ Random and adversarial text as actions, over all difficulties and splits. No act
 *Slowest* is the slowest single call.""",
     "sandbox": """
 *Held*: the attack reached nothing, the host's own things are as they were, and a neighbouring session still works.
-The last rung, `limits`, promises only what concerns exhaustion, hangs and forged replies; see [Security](security.md).""",
+The kinds *supervisor* (trees that the host side walks, measures and removes, swapped meanwhile), *space* (ways to make, fill and
+hide files) and *signs* (marks that others could see) are drawn from grammars, with seed 33; the others are a list. The last
+rung, `limits`, promises only what concerns exhaustion, hangs and forged replies; see [Security](security.md). This part was
+tried on ARM64, on a machine without `bwrap`: the rung `bubblewrap` was not tried again since system calls are an allow list.""",
 }
 INTRO = """# Trial
 

@@ -78,11 +78,6 @@ class Target:
         ]
         self._segment = ctypes.CDLL(None).shmget(0, 4096, 0o1666)
         stack.callback(ctypes.CDLL(None).shmctl, self._segment, 0, None)
-        # files that any session may read: one that the host locks, and one that it does not
-        self._library = stack.enter_context(open(os.__file__))
-        self._locked = stack.enter_context(open(contextlib.__file__))
-        fcntl.flock(self._locked, fcntl.LOCK_EX)
-        fcntl.lockf(self._locked, fcntl.LOCK_SH)
         self._victim = stack.enter_context(subprocess.Popen(["sleep", "3600"]))
         stack.callback(self._victim.kill)
         self._cores = os.sched_getaffinity(self._victim.pid)
@@ -90,6 +85,11 @@ class Target:
             path.chmod(0o777)
         self.neighbour = stack.enter_context(self.tool.open())
         self.neighbour.run(f"import os; secret = {self.token!r}; open('secret', 'w').write(secret)")
+        # files that any session may read: one that the host locks, and one that it does not
+        library, locked = self.neighbour.run("import json; print(os.__file__, json.__file__)").output.split()
+        self._library, self._locked = (stack.enter_context(Path(path).open()) for path in (library, locked))  # noqa: SIM115
+        fcntl.flock(self._locked, fcntl.LOCK_SH)
+        fcntl.lockf(self._locked, fcntl.LOCK_SH)
         self.facts = self._facts()
         return self
 
@@ -110,7 +110,8 @@ class Target:
             "folder": folder, "secret": folder / "secret", "fifo": folder / "fifo", "stream": folder / "stream",
             "datagrams": folder / "datagrams", "name": self.name, "port": self._tcp.getsockname()[1], "host": os.getpid(),
             "parent": os.getppid(), "victim": self._victim.pid, "segment": self._segment, "neighbour": pid,
-            "neighbour_home": home, "locked": contextlib.__file__, "root": Path(__file__).resolve().parents[2],
+            "neighbour_home": home,
+            "locked": self._locked.name, "limit": LIMITS.scratch_bytes, "root": Path(__file__).resolve().parents[2],
         }  # fmt: skip
 
     def code(self, attack: Attack) -> str:
@@ -126,6 +127,9 @@ class Target:
                 yield "a file was changed"
         except OSError as error:
             yield f"a file is gone: {error}"
+        # of all of them: the supervisor's own calls have changed modes of what a link named
+        if modes := {oct(path.stat().st_mode & 0o7777) for path in (self.folder, *self.folder.iterdir())} - {"0o777"}:
+            yield f"modes were changed: {modes}"
         if names := {path.name for path in self.folder.iterdir()} - {"empty", "secret", "fifo", "stream", "datagrams"}:
             yield f"there are new files: {sorted(names)}"
         if ready := select.select([*self._sockets, self._reader], [], [], 0)[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attack_grammar import GRAMMARS, drawn
 from attack_run import run_attacks, table
 from attacks import all_attacks
 from support.tool_pools import ISOLATING, NAMES, use
@@ -22,6 +23,14 @@ def test_a_selection_of_attacks_is_held(rung: str) -> None:
     assert not [o for o in outcomes if o.fault], table(outcomes)
 
 
+@pytest.mark.parametrize("rung", ISOLATING)
+def test_attacks_drawn_from_grammars_are_held(rung: str) -> None:
+    attacks = drawn(7, 12)
+    assert attacks == drawn(7, 12) != drawn(8, 12) and {attack.kind for attack in attacks} == set(GRAMMARS)
+    outcomes = run_attacks(use(rung).isolation, list(attacks))
+    assert not [o for o in outcomes if o.fault], table(outcomes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", NAMES)
 def test_every_attack_is_held(rung: str) -> None:
@@ -37,3 +46,6 @@ def test_an_escape_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"symbolic link", "datagram pair to a path", "datagram pair to a name", "connect", "pipe of the host"}
     outcomes = run_attacks("limits", [attack for attack in FAST if attack.name in wanted])
     assert {o.attack.name for o in outcomes if o.fault} == wanted
+    signs = [attack for attack in FAST if attack.name in ("lock as a sign", "shared lock as a sign", "see the host's lock")]
+    outcomes = run_attacks("limits", signs)
+    assert all(o.fault for o in outcomes) and len(outcomes) == 3
