@@ -16,8 +16,8 @@ from turnwise import recipes
 DEFAULT_ROWS = ROOT / "experiments/results/default.jsonl"
 VALUES_ROWS = ROOT / "experiments/results/values.jsonl"
 GENERATED = "<!-- Written by `make learning` from the rows in `experiments/results/`. Do not edit. -->"
-ABOUT = """Held-out success of methods before and after a short run with a million parameters, and the change in points with its 95
-% interval (Newcombe). A method *learns* if that interval lies above zero in every seed that was run. Most methods have
+ABOUT = """Held-out success of methods before and after a short run with a million parameters, and the change in points with its
+95 % interval (Newcombe). A method *learns* if that interval lies above zero in every seed that was run. Most methods have
 one seed: that shows that a method can learn here, not that it learns from every start, and not which of two is better.
 
 ## The default method
