@@ -262,18 +262,6 @@ def order(rows: list[Row]) -> list[str]:
     return [m for m in METHODS if m in ran] + sorted(ran - set(METHODS))
 
 
-def details(rows: list[Row]) -> str:
-    """One line per run."""
-    lines = ["| task | method | seed | before | after | mismatch | a step: rollout + learn |", "|" + "---|" * 7]
-    for name, mine in kinds(rows).items():
-        for r in sorted(mine, key=lambda r: (order(mine).index(r["method"]), r["seed"])):
-            shares = [f"{x[0]:.0%} [{x[1]:.0%}, {x[2]:.0%}]" for x in (r["before"], r["after"])]
-            step = f"{r['step']['gather']:.2f} s + {r['step']['learn']:.2f} s"
-            cells = (name, r["method"], r["seed"], *shares, f"{r['mismatch']:.1e}", step)
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
 def report(rows: list[Row]) -> str:
     own = [f"- {name}: {differences(mine[0]['settings'])}" for name, mine in kinds(rows).items()]
     return "\n".join(
@@ -282,8 +270,7 @@ def report(rows: list[Row]) -> str:
             *own,
             "",
             comparison(rows),
-            "\nEach run:\n",
-            details(rows),
+            "\nEach run is a line of `experiments/results/smollm2.jsonl`.",
         ]
     )
 
