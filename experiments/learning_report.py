@@ -170,13 +170,14 @@ def table(rows: list[Row]) -> str:
     """One line per method, one pair of columns for each setting that was swept."""
     kinds = list(dict.fromkeys(kind(r) for r in rows))
     lines = [
-        "| method | before | " + " | ".join(f"{k} | change | learns" for k in kinds) + " |",
-        "|---|---|" + "---|---|---|" * len(kinds),
+        "| method | before | " + " | ".join(f"{k} | change" for k in kinds) + " |",
+        "|---|---|" + "---|---|" * len(kinds),
     ]
     for method in ran(rows):
         runs = [r for r in rows if r["method"] == method]
         good = [r for r in runs if "error" not in r]
         cells = [cell([r for r in good if kind(r) == k], any(kind(r) == k for r in runs)) for k in kinds]
+        cells = [each.rpartition(" | ")[0] for each in cells]  # the sentences below the table name those that do not learn
         before = f"{_mean(good, 'before'):.0%}" if good else "–"
         lines.append(f"| {method} | {before} | " + " | ".join(cells) + " |")
     for k in kinds:
