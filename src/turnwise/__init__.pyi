@@ -97,6 +97,8 @@ def train(
     top_p: float = 1.0,  # nucleus sampling
     top_k: int = 0,  # sample from the k most probable tokens; 0: off
     min_p: float = 0.0,  # drop tokens less probable than this share of the most probable one
+    response_format: str = '',  # what an answer must match: json_object, a JSON schema, or a file with one; a column of that name decides for its row
+    regex: str = '',  # a regular expression that an answer must match; a column of that name decides for its row
     max_tokens: int = 48,  # maximum tokens sampled per turn
     context: int = 320,  # maximum tokens of a dialogue
     slots: int = 256,  # dialogues in the KV cache at the same time

@@ -2,6 +2,7 @@
 
     TurnwiseError
     ├── SettingError (ValueError)       a setting, method or file name is wrong: the message says what was seen and what to write
+    │   └── GrammarError                a schema, regular expression or grammar that cannot be obeyed, or whose library is missing
     ├── LevelError (ValueError)         values of different trees or levels were combined
     ├── RecordError (ValueError)        a task, turn or trajectory is inconsistent
     ├── RecipeError (ValueError)        pieces that cannot be combined, or hyper-parameters out of range
@@ -35,6 +36,10 @@ class TurnwiseError(Exception):
 
 class SettingError(TurnwiseError, ValueError):
     """A setting, name or path given by the user is wrong."""
+
+
+class GrammarError(SettingError):
+    """What a text should match cannot be read, or cannot be obeyed here."""
 
 
 class LevelError(TurnwiseError, ValueError):

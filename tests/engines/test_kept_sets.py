@@ -69,6 +69,20 @@ def rows_with_sets(n, v, seed, dtype=torch.float64):
     return h, w, b, y, t, rows, sets
 
 
+def with_masks(sets, rows, v):
+    """The same sets, every other one as bits instead of a list. The last id has no bit: it is not allowed."""
+    width = -(-(v - 1) // 8)
+    masked = [i for i, row in enumerate(rows) if i % 2 and row and max(row) < 8 * width]
+    lists = [[] if i in masked else row for i, row in enumerate(rows)]
+    masks, mask_of = torch.zeros(len(masked), width, dtype=torch.uint8), torch.full((len(rows),), -1)
+    for k, i in enumerate(masked):
+        mask_of[i] = k
+        for token in rows[i]:
+            masks[k, token // 8] |= 1 << token % 8
+    ids = torch.tensor([i for row in lists for i in row], dtype=torch.int32)
+    return KeptSets(ids, torch.tensor([len(row) for row in lists], dtype=torch.int64), masks, mask_of)
+
+
 def masked_softmax(h, w, b, y, t, rows):
     z = (h @ w.T + (0 if b is None else b)) / torch.where(t == 0, 1.0, t)[:, None]
     keep = torch.zeros_like(z, dtype=torch.bool)
@@ -82,10 +96,11 @@ def masked_softmax(h, w, b, y, t, rows):
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 9), v=st.integers(1, 12), chunk=st.sampled_from([None, 1, 2, 3, 100]), bias=st.booleans(),
-    entropy=st.booleans(), seed=st.integers(0, 999), own=st.booleans(),
+    entropy=st.booleans(), seed=st.integers(0, 999), own=st.booleans(), masks=st.booleans(),
 )  # fmt: skip
-def test_values_and_gradients_are_those_of_a_softmax_over_the_set(n, v, chunk, bias, entropy, seed, own):
+def test_values_and_gradients_are_those_of_a_softmax_over_the_set(n, v, chunk, bias, entropy, seed, own, masks):
     h, w, b, y, t, rows, sets = rows_with_sets(n, v, seed)
+    sets = with_masks(sets, rows, v) if masks else sets
     b = b if bias else None
     leaves = [x for x in (h, w, b) if x is not None]
     g = torch.randn(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -107,8 +122,10 @@ def test_values_and_gradients_are_those_of_a_softmax_over_the_set(n, v, chunk, b
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_the_same_in_float32_with_the_kernels_of_this_machine(bias, chunk):
+@pytest.mark.parametrize("masks", [False, True])
+def test_the_same_in_float32_with_the_kernels_of_this_machine(bias, chunk, masks):
     h, w, b, y, t, rows, sets = rows_with_sets(8, 40, 5, torch.float32)
+    sets = with_masks(sets, rows, 40) if masks else sets
     b = b if bias else None
     leaves = [x for x in (h, w, b) if x is not None]
     expected, found = masked_softmax(h, w, b, y, t, rows)[0], token_logprobs(h, w, b, y, t, chunk=chunk, sets=sets)[0]

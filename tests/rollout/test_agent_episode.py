@@ -195,20 +195,20 @@ def test_the_turn_limit_and_the_context_limit_are_told_and_truncate():
 def test_a_refused_call_that_ends_an_episode_is_named_with_the_agents_own_exception():
     async def wraps(task, client):
         try:
-            await client.chat.completions.create(messages=task.messages, response_format={"type": "json_object"})
+            await client.chat.completions.create(messages=task.messages, logit_bias={"1": 2})
         except CallRefused as refusal:
             raise RuntimeError("the framework gave up") from refusal
 
     t = play_agent(wraps, environments.make("guess"), Task("guess", 1))
     assert t.status == Status.FAILED and t.facts["agent/ended_by"] == "unsupported_parameter"
-    assert "a refused call ended the episode: 'response_format'" in t.reason
+    assert "a refused call ended the episode: 'logit_bias'" in t.reason
     assert "the agent: RuntimeError: the framework gave up" in t.reason
 
 
 def test_an_agent_that_goes_on_behind_a_refused_call_is_not_ended_by_it():
     async def falls_back(task, client):
         try:
-            await client.chat.completions.create(messages=task.messages, response_format={"type": "json_object"})
+            await client.chat.completions.create(messages=task.messages, logit_bias={"1": 2})
         except CallRefused:
             await client.chat.completions.create(messages=task.messages)
         return 1.0
@@ -401,8 +401,11 @@ def test_what_an_agent_may_return():
         ({"messages": [{"role": "user", "content": 3}]}, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
         ({"messages": [user("a")], "logit_bias": {"1": 2}}, "logit_bias"),
-        ({"messages": [user("a")], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [user("a")], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [user("a")], "response_format": {"type": "yaml"}}, "response_format"),
+        ({"messages": [user("a")], "response_format": {"type": "json_schema"}}, "write json_schema with name"),
+        ({"messages": [user("a")], "guided_choice": []}, "a list of texts"),
+        ({"messages": [user("a")], "regex": "a", "guided_regex": "b"}, "different texts"),
+        ({"messages": [user("a")], "tool_choice": {"type": "magic"}}, "tool_choice"),
         ({"messages": [user("a")], "n": "two"}, "whole number"),
         ({"messages": [user("a")], "max_tokens": -3}, "whole number"),
     ],

@@ -136,7 +136,7 @@ async def silent(task, client):
 async def typed(task, client):
     """Asks for what is refused, and lets its own exception through."""
     try:
-        await client.chat.completions.create(messages=list(task.messages), response_format={"type": "json_object"})
+        await client.chat.completions.create(messages=list(task.messages), logit_bias={"1": 2})
     except Exception as fault:
         raise RuntimeError("no typed answer") from fault
     return 1.0

@@ -135,7 +135,7 @@ def test_a_limit_that_cuts_is_a_metric_and_a_warning_by_its_type_not_by_its_word
     ("name", "values", "words"),
     [
         ("silent", {}, "silent returns nothing"),
-        ("typed", {}, "'response_format' is not supported; leave it out (unsupported_parameter); the agent: RuntimeError"),
+        ("typed", {}, "'logit_bias' is not supported; leave it out (unsupported_parameter); the agent: RuntimeError"),
         ("in_process", {"max_turns": 2}, "the episode has taken its 2 turns (--max-turns) (turn_limit)"),
     ],
 )

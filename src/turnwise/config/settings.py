@@ -215,6 +215,13 @@ class RolloutSection:
     min_p: Annotated[float, "a number from 0 to below 1"] = setting(
         0.0, "drop tokens less probable than this share of the most probable one"
     )
+    response_format: str = setting(
+        "",
+        "what an answer must match: json_object, a JSON schema, or a file with one; a column of that name decides for its row",
+    )
+    regex: str = setting(
+        "", "a regular expression that an answer must match; a column of that name decides for its row"
+    )
     max_tokens: Positive = setting(48, "maximum tokens sampled per turn")
     context: Positive = setting(320, "maximum tokens of a dialogue")
     slots: Positive = setting(256, "dialogues in the KV cache at the same time")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.columns import checked_key
-from turnwise.core.kept_sets import KeptSets
+from turnwise.core.kept_sets import KeptSets, MaskReplay
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Level, Partition, Tree
 from turnwise.core.records import Facts, Group, Origin, Status, Trajectory, Turn
 from turnwise.core.transfer import to_device_packed
@@ -88,7 +88,9 @@ class Batch:
     sequences: Sequences
     token: Field  # TOKEN: the sampled id
     behaviour: Field  # TOKEN: log-probability under the distribution that was sampled from
-    mass: Field  # TOKEN: log of the probability mass that top-p/k and min-p kept; 0: all of it, or ``sequences.kept`` has the set
+    # TOKEN: log of the probability mass that top-p/k and min-p kept of what a grammar allows; 0: all of it, or ``sequences.kept``
+    # lists the set
+    mass: Field
     version: Field  # TOKEN: of the policy that sampled it
     temperature: Field  # TURN
     reward: Field  # TURN: the environment's reward
@@ -235,9 +237,10 @@ def prefix(trajectory: Trajectory, by_id: Mapping[str, Trajectory]) -> list[int]
     return ids
 
 
-def pack(groups: Sequence[Group]) -> Batch:
-    """Pack groups; failed trajectories must have been dropped before."""
-    packer = _Packer()
+def pack(groups: Sequence[Group], replay: MaskReplay | None = None) -> Batch:
+    """Pack groups; failed trajectories must have been dropped before. ``replay`` finds what grammars allowed, for a learner: a
+    reader of records needs none."""
+    packer = _Packer(replay)
     for group in groups:
         by_id = {t.id: t for t in group.trajectories}
         for trajectory in group.trajectories:
@@ -249,7 +252,8 @@ def pack(groups: Sequence[Group]) -> Batch:
 class _Packer:
     """Collects flat lists and turns them into one batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, replay: MaskReplay | None) -> None:
+        self.replay = replay
         self.ids: list[int] = []
         self.start: list[int] = [0]
         self.owner: list[int] = []
@@ -318,7 +322,8 @@ class _Packer:
         tree = Tree(of_token, of_turn, of_trajectory, len(self.trajectories))
         at = torch.arange(of_token.numel()) + (begins - (sizes.cumsum(0) - sizes))[of_token]
         names = sorted({name for t in self.members for name in t.rewards})
-        kept, mass = KeptSets.of(turns), self._per_token("mass", f32)
+        begun = [self.ids[begin - turn.begun : begin] for turn, begin in zip(turns, self.begins)]
+        kept, mass = KeptSets.of(turns, begun, self.replay), self._per_token("mass", f32)
         verdicts = [float("nan") if t.success is None else float(t.success) for t in self.members]
         return Batch(
             tree=tree,

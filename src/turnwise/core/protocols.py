@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from turnwise.core.batch import Batch
+    from turnwise.core.kept_sets import MaskReplay
     from turnwise.core.levels import Field
     from turnwise.core.signals import Signal
 
@@ -185,6 +186,7 @@ class Learner(Protocol):
 
     version: int
     skipped: int  # optimizer steps not taken, because a loss or gradient was not finite
+    replay: MaskReplay  # finds what the grammars of turns allowed, when they are packed
 
     def measure(self, batch: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]: ...
 

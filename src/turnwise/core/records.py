@@ -83,6 +83,8 @@ class Sampling:
     max_tokens: int = 64
     stop: tuple[str, ...] = ()
     entropy: bool = False  # also report entropy and confidence of the policy at each token, before any truncation
+    grammar: str = ""  # what the text of the turn must match, "json_schema:…", "regex:…", "lark:…"; "": nothing
+    begun: int = 0  # ids at the end of the prompt that this turn has already: its grammar has read them
 
     def __post_init__(self) -> None:
         limits = (
@@ -120,6 +122,8 @@ class Completion:
     confidence: Sequence[float] = ()  # the same: −mean log p of the five most likely tokens, above its minimum ln 5
     routes: Sequence[bytes] = ()  # as in ``Turn``, of all positions from the first
     kept: Sequence[bytes] = ()  # as in ``Turn``
+    grammar: str = ""  # as in ``Turn``: the one that the sampler obeyed
+    begun: int = 0  # as in ``Turn``
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,10 @@ class Turn:
     routes: Sequence[bytes] = ()  # experts (int16: layers × k) at each position up to the one before the last token
     # ids (int32) that a filter kept at each token; b"": not recorded, ``mass`` stands for them
     kept: Sequence[bytes] = ()
+    # what the text had to match: its mask at every token is the kept set of one that lists none. It is found again from the ids:
+    # inside a JSON string a mask holds nearly the whole vocabulary, and a turn has as many masks as tokens
+    grammar: str = ""
+    begun: int = 0  # ids before ``tokens`` that the grammar has read, where the turn was begun elsewhere (a fork)
     seconds_generating: float = 0.0
     seconds_acting: float = 0.0
 

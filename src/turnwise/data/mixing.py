@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from turnwise.core.batch import prefix
 from turnwise.core.protocols import Generator, Session
-from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Task, Trajectory
+from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.core.seeds import stable_seed
 from turnwise.data.demonstrations import Demonstrations
 from turnwise.data.replay import FRESH, LiveReplay
@@ -31,7 +31,7 @@ class TurnResampler:
         drawn = [self._states(group, step) for group in groups]
         states = [state for rows in drawn for state in rows]
         sessions = [self.generator.open(stable_seed(self.seed, "fresh", one.id)) for one, _ in states]
-        plays = (self._sample(session, ids) for session, (_, ids) in zip(sessions, states))
+        plays = (self._sample(session, ids, one.turns[0]) for session, (one, ids) in zip(sessions, states))
         completions = iter(await asyncio.gather(*plays))
         out = []
         for group, rows in zip(groups, drawn):
@@ -40,10 +40,10 @@ class TurnResampler:
             out.append(replace(group, trajectories=(*group.trajectories, *more)))
         return out
 
-    async def _sample(self, session: Session, ids: list[int]) -> Completion:
+    async def _sample(self, session: Session, ids: list[int], turn: Turn) -> Completion:
         """One turn. Its session closes at once: a deterministic generator waits for open ones."""
         try:
-            return await session.generate(ids, self.sampling)
+            return await session.generate(ids, replace(self.sampling, grammar=turn.grammar, begun=turn.begun))
         finally:
             session.close()
 

@@ -23,7 +23,7 @@ from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.records import Limit, Message, Task
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_messages, read_step
-from turnwise.errors import EnvironmentFault, SettingError
+from turnwise.errors import EnvironmentFault, GrammarError, SettingError
 from turnwise.rollout.agent_episode import (
     AgentEpisode,
     AgentOutcome,
@@ -35,6 +35,8 @@ from turnwise.rollout.agent_episode import (
     within,
 )
 from turnwise.rollout.lineage import canonical, message_text
+from turnwise.rollout.typed_output import FIELDS as TYPED_FIELDS
+from turnwise.rollout.typed_output import read_grammar, read_tool_choice
 
 OVERRULED: Mapping[str, Sequence[Any]] = {
     "temperature": (), "top_p": (), "top_k": (), "seed": (), "max_tool_calls": (),
@@ -54,12 +56,11 @@ CHAT_OVERRULED = frozenset(OVERRULED) - {"top_k", "max_tool_calls", "reasoning",
 READ = frozenset(
     {
         "messages", "tools", "max_tokens", "max_completion_tokens", "n", "stop", "logprobs", "tool_choice", "stream",
-        "return_token_ids", "parallel_tool_calls",
+        "return_token_ids", "parallel_tool_calls", *TYPED_FIELDS,
     }
 )  # fmt: skip
 NO_EFFECT = {
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "logit_bias": ({},),
     "modalities": (["text"],),
 }
@@ -101,10 +102,6 @@ def attributes(value: Any) -> Any:
 def read_request(body: Mapping[str, Any]) -> CallRequest:
     """A request of the chat completions protocol. A field that would change the meaning and is not supported is refused."""
     refuse_unknown(body, READ | IGNORED | CHAT_OVERRULED, NO_EFFECT)
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        raise CallRefused(
-            "unsupported_parameter", "'tool_choice' can be auto or none: the policy is not forced to a tool"
-        )
     messages = [read_message(message) for message in _sequence(body, "messages")]
     if not messages:
         raise CallRefused("invalid_messages", "'messages' is empty; write at least one")
@@ -114,7 +111,16 @@ def read_request(body: Mapping[str, Any]) -> CallRequest:
         raise CallRefused("invalid_request", f"'n' is {count}; write at most {MAX_CHOICES}")
     stop = read_stop(body.get("stop") or (), "stop")
     pieces, most_calls = bool(body.get("logprobs")), read_most_calls(body.get("tool_choice"), body)
-    return CallRequest(messages, tuple(tools), most, count, stop, pieces, most_calls, overruled_fields(body))
+    overruled, typed = overruled_fields(body), typed_fields(body, body.get("tool_choice"))
+    return CallRequest(messages, tuple(tools), most, count, stop, pieces, most_calls, overruled, *typed)
+
+
+def typed_fields(body: Mapping[str, Any], tool_choice: Any) -> tuple[str, str | None]:
+    """What the answer must match, and the tool that must be called."""
+    try:
+        return read_grammar(body), read_tool_choice(tool_choice)
+    except (GrammarError, ValueError, TypeError) as fault:
+        raise CallRefused("invalid_request", str(fault)) from fault
 
 
 def read_most_calls(choice: Any, body: Mapping[str, Any]) -> int | None:

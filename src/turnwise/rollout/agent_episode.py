@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 from turnwise.core.protocols import OVERRULED, REFUSED, Action, Session
 from turnwise.core.records import Completion, Limit, Message, Sampling, Status, Stop, Task, Trajectory, Turn
-from turnwise.errors import EnvironmentFault, RenderError, host_fault
+from turnwise.errors import EnvironmentFault, GrammarError, RenderError, host_fault
 from turnwise.rollout.conversion import AS_JSON, as_field
 from turnwise.rollout.episode import EpisodeLimits, fault_words, sampled_turn
 from turnwise.rollout.lineage import OPENING, SAME_TOKENS, Lineage, Placement, canonical, message_text
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.token_codec import LONG_TEXT
+from turnwise.rollout.typed_output import answer_grammar
 
 Result = TypeVar("Result")
 MAX_REWARD = 3.4e38  # rewards are float32 on a batch
@@ -55,6 +56,8 @@ class CallRequest:
     pieces: bool = False  # whether the text of each token is wanted
     most_calls: int | None = None  # of tools in the reply; 0: what looks like a call stays text. None: any number
     overruled: tuple[str, ...] = ()  # fields that the run decides, with values that ask for something else
+    grammar: str = ""  # what the answer must match, unless it calls a tool
+    forced: str | None = None  # the tool that must be called; "": any
 
 
 @dataclass(frozen=True)
@@ -214,8 +217,13 @@ class AgentEpisode:
         if len(placement.dialogue.ids) >= self.limits.context:
             raise self._overflow()
         most = int(min(request.max_tokens or self.sampling.max_tokens, self.sampling.max_tokens, left))
-        sampling = replace(self.sampling, max_tokens=most, stop=(*self.sampling.stop, *request.stop))
-        completion = await self.session.generate(placement.dialogue.ids, sampling)
+        stop, text = (*self.sampling.stop, *request.stop), request.grammar or self.sampling.grammar
+        try:
+            grammar = answer_grammar(self.renderer.syntax, request.tools, text, request.forced)
+            sampling = replace(self.sampling, max_tokens=most, stop=stop, grammar=grammar)
+            completion = await self.session.generate(placement.dialogue.ids, sampling)
+        except GrammarError as fault:
+            raise CallRefused("invalid_grammar", str(fault)) from fault
         if completion.stop == Stop.CANCELLED:
             raise CallRefused("cancelled", "the episode was cancelled")
         if completion.stop == Stop.LENGTH and len(completion.tokens) == left:

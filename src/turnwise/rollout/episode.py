@@ -115,6 +115,8 @@ def sampled_turn(completion: Completion, **more: Any) -> Turn:
         logp=tuple(completion.logp),
         mass=tuple(completion.mass) if any(completion.mass) else (),
         kept=tuple(completion.kept) if any(completion.kept) else (),
+        grammar=completion.grammar,
+        begun=completion.begun,
         version=tuple(completion.version),
         stop=completion.stop,
         seconds_generating=completion.seconds,
@@ -371,7 +373,7 @@ class Episode:
         self.carried, self.carried_restart = [], False
         sampling = self.sampling
         if start:  # the limit holds for the whole turn
-            sampling = replace(sampling, max_tokens=max(1, sampling.max_tokens - len(start)))
+            sampling = replace(sampling, max_tokens=max(1, sampling.max_tokens - len(start)), begun=len(start))
         completion = await self.session.generate([*(self.hinted_dialogue or dialogue).ids, *start], sampling)
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")

@@ -23,6 +23,7 @@ from turnwise.serve.wires import STATUS, Body, check, error_body
 FINISH = {Stop.TOKEN: "stop", Stop.STRING: "stop", Stop.LENGTH: "length", Stop.CANCELLED: "abort"}
 READ = {
     "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "stop_token_ids", "entropy", "sampling_mask",
+    "grammar", "begun",
 }  # fmt: skip
 NO_EFFECT = {"logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"}
 ONLY = {  # parameters that would change the distribution: accepted with the value that does nothing
@@ -202,6 +203,8 @@ def read_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
 def _sampling(params: Mapping[str, Any]) -> Sampling:
     stop = params.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list | tuple) else (None,)
+    grammar = params.get("grammar") or ""
+    check(isinstance(grammar, str), "sampling_params.grammar is {!r:.60}; write a text", grammar)
     texts = all(isinstance(text, str) and text for text in stop)
     check(texts, "sampling_params.stop is {!r:.60}; write a list of texts", params.get("stop"))
     try:
@@ -213,6 +216,8 @@ def _sampling(params: Mapping[str, Any]) -> Sampling:
             max_tokens=_integer(params, "max_tokens", 16, low=1),
             stop=stop,
             entropy=params.get("entropy") is True,
+            grammar=grammar,
+            begun=_integer(params, "begun", 0, low=0),
         )
     except RecordError as fault:
         raise CallRefused("invalid_request", f"sampling_params: {fault}") from None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from turnwise.core.protocols import Generator, Session
 from turnwise.core.records import Completion, Sampling
-from turnwise.errors import SettingError, StoreError
+from turnwise.errors import GrammarError, SettingError, StoreError
 from turnwise.rollout.agent_episode import CallRefused
 from turnwise.serve.wires import check
 
@@ -228,6 +228,8 @@ class PolicyHost:
             self.parked.discard(call.session)
             try:
                 done = await session.generate(call.ids, call.sampling)
+            except GrammarError as fault:
+                raise CallRefused("invalid_grammar", str(fault)) from fault
             except SettingError as fault:  # it was closed, or answers another request
                 raise CallRefused("invalid_request", str(fault)) from fault
             finally:

@@ -22,6 +22,7 @@ from turnwise.rollout.agent_client import (
     read_most_calls,
     read_stop,
     refuse_unknown,
+    typed_fields,
 )
 from turnwise.rollout.agent_client import read_request as read_chat
 from turnwise.rollout.agent_episode import CallRefused, CallReply, CallRequest
@@ -63,16 +64,17 @@ def _read_options(
     limit_name: str,
     read_tool: Callable[[Any], Body],
     stop: tuple[str, ...] = (),
+    response_format: Any = None,
 ) -> CallRequest:
     """A call with what it says beside its messages."""
-    reason = "'tool_choice' can be auto or none: the policy is not forced to a tool"
-    check(choice in (None, "auto", "none"), reason, code="unsupported_parameter")
+    grammar, forced = typed_fields({"response_format": response_format}, choice)
     tools, limit = body.get("tools") or (), body.get(limit_name) or 0
     check(isinstance(tools, list | tuple), "'tools' is {!r:.80}; write a list", tools)
     check(type(limit) is int and limit >= 0, "{!r} is {!r:.60}; write a whole number", limit_name, limit)
     read = () if choice == "none" else tuple(map(read_tool, tools))
     most_calls = read_most_calls(choice, body)
-    return CallRequest(messages, read, limit, stop=stop, most_calls=most_calls, overruled=overruled_fields(body))
+    limits: dict[str, Any] = {"stop": stop, "most_calls": most_calls, "overruled": overruled_fields(body)}
+    return CallRequest(messages, read, limit, **limits, grammar=grammar, forced=forced)
 
 
 def _text(content: Any, where: str, kinds: Sequence[str]) -> str:
@@ -147,7 +149,7 @@ CHAT = Wire(read_chat, _chat_body, _chat_events, error_body)
 
 RESPONSE_FIELDS = frozenset(
     {
-        "input", "instructions", "tools", "tool_choice", "max_output_tokens", "previous_response_id",
+        "input", "instructions", "tools", "tool_choice", "max_output_tokens", "previous_response_id", "text",
         # accepted and overruled: the run says how its policy is sampled
         "model", "temperature", "top_p", "user", "metadata", "store", "parallel_tool_calls", "include", "reasoning",
         "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options", "stream",
@@ -155,7 +157,6 @@ RESPONSE_FIELDS = frozenset(
     }
 )  # fmt: skip
 NO_EFFECT: Mapping[str, Sequence[Any]] = {  # values that ask for what is done anyway
-    "text": ({"format": {"type": "text"}}, {}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "truncation": ("disabled",),
     "background": (False,),
     "top_logprobs": (0,),
@@ -175,7 +176,10 @@ def _read_response_request(body: Mapping[str, Any]) -> CallRequest:
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     messages += [{"role": "user", "content": given}] if isinstance(given, str) else _read_items(given or [])
     check(messages, "'input' is empty; write at least one item", code="invalid_messages")
-    return _read_options(messages, body, body.get("tool_choice"), "max_output_tokens", _read_response_tool)
+    form = body.get("text") or {}
+    check(isinstance(form, Mapping), "'text' is {!r:.80}; write an object with format", form)
+    choice, wanted = body.get("tool_choice"), form.get("format")
+    return _read_options(messages, body, choice, "max_output_tokens", _read_response_tool, response_format=wanted)
 
 
 def _read_items(items: Sequence[Any]) -> list[Message]:
@@ -301,7 +305,7 @@ RESPONSES = Wire(_read_response_request, _response_body, _response_events, error
 
 MESSAGE_FIELDS = frozenset(
     {
-        "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences",
+        "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "output_format", "output_config",
         # accepted and overruled
         "model", "temperature", "top_p", "top_k", "metadata", "stream", "thinking", "service_tier", "betas",
     }
@@ -321,11 +325,14 @@ def _read_message_request(body: Mapping[str, Any]) -> CallRequest:
     missing = "'messages' is missing or empty; write a list of messages"
     check(isinstance(given, list) and given, missing, code="invalid_messages")
     messages: list[Message] = [*system, *itertools.chain.from_iterable(map(_read_blocks, given or ()))]
-    choice = chosen.get("type", "auto") if isinstance(chosen, Mapping) else chosen
+    choice = "none" if isinstance(chosen, Mapping) and chosen.get("type") == "none" else chosen or None
+    configured = body.get("output_config") or {}
+    check(isinstance(configured, Mapping), "'output_config' is {!r:.80}; write an object with format", configured)
+    wanted = body.get("output_format") or configured.get("format")
     stop = read_stop(body.get("stop_sequences") or (), "stop_sequences")
     alone = isinstance(chosen, Mapping) and chosen.get("disable_parallel_tool_use") is True
     options = {**body, "parallel_tool_calls": not alone}
-    return _read_options(messages, options, choice, "max_tokens", _read_message_tool, stop)
+    return _read_options(messages, options, choice, "max_tokens", _read_message_tool, stop, wanted)
 
 
 def _read_blocks(message: Any) -> list[Message]:

@@ -223,7 +223,7 @@ def agent_play(
     make: Callable[[Task], Any],
     agent: Agent,
     renderer: Renderer,
-    sampling: Sampling,
+    sampling: Callable[[Task], Sampling],
     limits: EpisodeLimits,
     row: Callable[[Task], Any],
     paid_from: float = 1,
@@ -233,7 +233,7 @@ def agent_play(
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
         assert not any(more.values()), f"an agent's episode cannot take {sorted(more)}"
         environment = make(task)
-        episode = AgentEpisode(key, task, session, renderer, sampling, limits, temperature_scale, paid_from)
+        episode = AgentEpisode(key, task, session, renderer, sampling(task), limits, temperature_scale, paid_from)
         try:
             return await _episode(agent, episode, environment, task, row(task))
         finally:

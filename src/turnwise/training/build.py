@@ -27,6 +27,7 @@ from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import OtherSeats
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, scripted_messages, scripted_policy
+from turnwise.rollout.typed_output import run_grammar
 from turnwise.training.episodes import make_play as make_play
 from turnwise.training.episodes import make_renderer as make_renderer
 from turnwise.training.interrupt import run_async
@@ -104,6 +105,7 @@ def sampling_settings(settings: Settings, temperature: float | None = None) -> S
         top_k=settings.top_k,
         min_p=settings.min_p,
         max_tokens=settings.max_tokens,
+        grammar=run_grammar(settings.response_format, settings.regex),
     )
 
 

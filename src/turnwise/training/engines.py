@@ -32,6 +32,7 @@ from turnwise.engines.generator.paired_generators import (
     PairedGenerator,
     SelfPlayGenerator,
 )
+from turnwise.engines.grammar import Grammars
 from turnwise.engines.kernels.dispatch import default_micro_batch, measured_threads
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.engines.learner.policy_check import TOLERANCE, TOLERANCES, AsynchronousPolicyCheck, PolicyCheck
@@ -158,9 +159,10 @@ def make_learner(
     recipe: Recipe,
     teacher: PreTrainedModel | None = None,
     folder: Path | None = None,
+    renderer: Renderer | None = None,
 ) -> Learner:
     """The learner of a run: in this process, or over ``settings.ranks`` processes, each with its share of the CPU threads.
-    ``folder``: of its checkpoints."""
+    ``folder``: of its checkpoints. ``renderer``: reads grammars; None where nothing is learnt."""
     signals = recipe.objective.signals
     shared: dict[str, Any] = {
         "critic": recipe.critics,
@@ -170,12 +172,16 @@ def make_learner(
         "device": select_device(settings),
     }
     if settings.ranks == 1:
-        return LocalLearner(model, learner_settings(settings, recipe), noise=recipe.smoothing, **shared)
-    from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
+        learner = LocalLearner(model, learner_settings(settings, recipe), noise=recipe.smoothing, **shared)
+    else:
+        from turnwise.engines.sharded.sharded_learner import ShardedLearner  # late: imports FSDP
 
-    threads = max(1, torch.get_num_threads() // ranks_here(settings.ranks))
-    ranks: dict[str, Any] = {"ranks": settings.ranks, "signals": signals, "threads": threads, "folder": folder}
-    return ShardedLearner(model, learner_settings(settings, recipe), **ranks, **shared)
+        threads = max(1, torch.get_num_threads() // ranks_here(settings.ranks))
+        ranks: dict[str, Any] = {"ranks": settings.ranks, "signals": signals, "threads": threads, "folder": folder}
+        learner = ShardedLearner(model, learner_settings(settings, recipe), **ranks, **shared)
+    if renderer is not None:
+        learner.replay = Grammars(renderer.tokenizer, renderer.stop_ids).replay
+    return learner
 
 
 @contextlib.contextmanager
@@ -241,6 +247,7 @@ def make_local_generator(
         "share_weights": deterministic and not settings.lora_rank and select_device(settings).type == "cpu",
     }
     options |= other
+    options["grammars"] = Grammars(renderer.tokenizer, options["stop_ids"])
     return (kind or LocalGenerator)(model, renderer.decode, deterministic=deterministic, cache=cache, **options)
 
 

@@ -36,6 +36,7 @@ from turnwise.rollout.episode import Episode, OtherSeats, UnforkedSession
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import EpisodeRunner
 from turnwise.rollout.support import SupportResolver
+from turnwise.rollout.typed_output import run_grammar
 from turnwise.training.agents import agent_play
 from turnwise.training.plan import EnvSpec, has_gpu
 from turnwise.workers.process import WorkerLost
@@ -56,6 +57,14 @@ def make_renderer(settings: Settings, tokenizer: Any) -> Renderer:
     return Renderer(tokenizer, settings.template_options, settings.tool_syntax, settings.describe_tools)
 
 
+def row_sampling(env_spec: EnvSpec, sampling: Sampling, task: Task) -> Sampling:
+    """How a task is sampled: what its row says that an answer must match comes before what the run says."""
+    columns = env_spec.columns(task)
+    if not any(columns.get(name) for name in ("response_format", "regex")):
+        return sampling
+    return replace(sampling, grammar=run_grammar(columns.get("response_format"), columns.get("regex")))
+
+
 def make_play(
     env_spec: EnvSpec, renderer: Renderer, sampling: Sampling, record_masked: bool = False, seats: Any = None
 ) -> EpisodeRunner:
@@ -67,7 +76,7 @@ def make_play(
             env_spec.try_make,
             env_spec.agent,
             renderer,
-            sampling,
+            partial(row_sampling, env_spec, sampling),
             limits,
             env_spec.columns,
             env_spec.paid_from,
@@ -85,8 +94,9 @@ def make_play(
         if seats is not None:
             others: OtherSeats = seats(key, task, env, session)
             more["others"] = others
+        of_row = row_sampling(env_spec, sampling, task)
         return await Episode(
-            key, task, env, session, renderer, sampling, limits, temperature_scale, record_masked, **more
+            key, task, env, session, renderer, of_row, limits, temperature_scale, record_masked, **more
         ).run()
 
     count = process_count(s)

@@ -159,7 +159,7 @@ def update_policy(
     advantages. ``while_waiting`` runs once, on the host, while the device computes the first update."""
     objective = objective or recipe.objective
     trained = recorder.watch(objective) if recorder is not None else objective
-    batch = pack(groups)
+    batch = pack(groups, learner.replay)
     metrics: dict[str, float] = {}
     if policy_check is not None:
         batch, metrics = policy_check.prepare(learner, batch)

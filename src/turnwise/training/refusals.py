@@ -8,6 +8,7 @@ method, ``LOADED`` torch and the model's files. Settings have checked their type
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -27,11 +28,12 @@ from turnwise.core.signals import Signal
 from turnwise.data.offline_source import split_held_out
 from turnwise.data.prompts import holds_prompts_only
 from turnwise.data.replay import FRESH, FreshActions, NoReplay
+from turnwise.engines.grammar import check_grammar
 from turnwise.engines.sharded.served import unserved_reason
 from turnwise.engines.sharded.torchrun import check_torchrun, ranks_here, torchrun_rank
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
-from turnwise.errors import SettingError, nearest
+from turnwise.errors import GrammarError, SettingError, nearest
 from turnwise.models.fetch import resolve
 from turnwise.models.hub import check_model
 from turnwise.observe.trackers import SERVICES
@@ -40,10 +42,11 @@ from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.parsers.table import check_name
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent
+from turnwise.rollout.typed_output import run_grammar
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
 from turnwise.training.agents import unpaid
-from turnwise.training.plan import OWN, RunPlan, has_gpu, read_template, required_by
+from turnwise.training.plan import OWN, RunPlan, has_gpu, prompt_data, read_template, required_by
 from turnwise.training.remote_generators import check_generators
 from turnwise.training.rewards import check_judge, check_reward_functions
 
@@ -107,6 +110,24 @@ def _scorers_and_servers(plan: RunPlan) -> Iterator[str]:
     for temperature in (s.temperature, s.eval_temperature):
         Sampling(temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens)
     yield from ()
+
+
+def _grammars(plan: RunPlan) -> Iterator[str]:
+    """What answers must match, of the run and of every row, is read before a model is loaded."""
+    s = plan.settings
+    wanted: dict[tuple[str, str], str] = {(s.response_format, s.regex): "--response-format or --regex"}
+    if s.uses_prompts and not {"response_format", "regex"}.isdisjoint(prompt_data(s).columns):
+        for number, row in prompt_data(s).rows.items():
+            given = row.columns.get("response_format"), row.columns.get("regex")
+            texts = tuple(x if isinstance(x, str) else json.dumps(x) if x else "" for x in given)
+            wanted.setdefault((texts[0], texts[1]), f"row {number} of {s.data}")
+    for (response_format, regex), where in wanted.items():
+        try:
+            grammar = run_grammar(response_format, regex)
+            if grammar:
+                check_grammar(grammar)
+        except GrammarError as fault:
+            yield f"{where}: {fault}"
 
 
 def cluster(plan: RunPlan) -> Iterator[str]:
@@ -511,7 +532,7 @@ def _teacher(plan: RunPlan) -> Iterator[str]:
         )
 
 
-AT_ONCE: tuple[Row, ...] = (_names, _scorers_and_servers, cluster, _output, _packages, _models)
+AT_ONCE: tuple[Row, ...] = (_names, _scorers_and_servers, _grammars, cluster, _output, _packages, _models)
 REQUIREMENTS: tuple[Row, ...] = (_adapters_and_values, _comparing_rewards, _players, _requirements, _unread_flags)
 WITH_RECIPE: tuple[Row, ...] = (*REQUIREMENTS, ranks, _precision, _sampling_elsewhere, _rows_and_demonstrations)
 LOADED: tuple[Row, ...] = (rank_places, _tokenizer, _model_size, _teacher)

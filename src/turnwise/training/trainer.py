@@ -157,7 +157,8 @@ class Trainer:
         generator = engines.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
         generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
-        learner = engines.make_learner(s, model, self.recipe, build.load_teacher(s), folder=self.run_dir.path)
+        teacher, folder = build.load_teacher(s), self.run_dir.path
+        learner = engines.make_learner(s, model, self.recipe, teacher, folder, self.renderer)
         self.events.uses(generator=generator, learner=learner)
         self.paths = {"generator": generator.describe(), "learner": learner.describe()}
         for name, path in self.paths.items():

@@ -31,8 +31,9 @@ from turnwise.engines.generator.kv_cache import CacheChoice, CacheSlot
 from turnwise.engines.generator.logit_shift import LogitShift, Steering
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, make_runner
 from turnwise.engines.generator.scheduler import Request, Scheduler
+from turnwise.engines.grammar import Grammars
 from turnwise.engines.kernels.sampling import signed
-from turnwise.errors import SettingError
+from turnwise.errors import GrammarError, SettingError
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +52,20 @@ class LocalGenerator:
     which stop by themselves once a quarter of the lanes have finished. ``threads``: CPU threads of decoding; 1 is nearly as fast
     as 2 for a small model, and beside a running learner two thread teams on the same cores slow each other down tenfold.
     ``share_weights``: use the memory of ``model`` where device and dtype are the same, for a caller that publishes after every
-    change of it and samples nothing in between. ``cache``: rows or pages of the KV cache, and its memory."""
+    change of it and samples nothing in between. ``cache``: rows or pages of the KV cache, and its memory. ``grammars``: what
+    reads the grammars of requests; None: they are refused."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, slots: int, context: int, stop_ids: tuple[int, ...],
         tick: int | None = None, deterministic: bool = True, device: torch.device | str | None = None, patience: float = 60.0,
         fast: bool = True, dtype: torch.dtype | None = None, threads: int | None = None, share_weights: bool = False,
-        cache: CacheChoice | None = None,
+        cache: CacheChoice | None = None, grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         if min(slots, 1 + context - MIN_CONTEXT, 1 if tick is None else tick) < 1:
             raise SettingError(f"slots={slots}, context={context}, tick={tick}; write at least 1, {MIN_CONTEXT} and 1")
         decode: Callable[[list[int]], str] | None = getattr(tokenizer, "decode", tokenizer)
         self.context, self.deterministic, self.patience, self.cache = context, deterministic, patience, cache
+        self.grammars = grammars
         where = torch.device(device or model.device)
         self.model_runner = make_runner(model, slots, context, where, fast, dtype, share_weights, cache)
         self.tick = tick or (TICK if self.model_runner.graphs is None else TICK_WITH_GRAPHS)
@@ -303,9 +306,16 @@ class LocalSession:
             raise SettingError("stop strings need a tokenizer; give one to the generator")
         if len(ids) < self._sampled_until:  # the history was rewritten or shortened
             self.seed, self._sampled_until = signed(self.seed + 1), 0
+        grammar = None
+        if sampling.grammar:
+            if owner.grammars is None:
+                raise GrammarError(
+                    "a grammar needs a tokenizer; make the generator with grammars=Grammars(tokenizer, stop_ids)"
+                )
+            grammar = owner.grammars.start(sampling.grammar, ids[len(ids) - sampling.begun :])
         budget, future = min(sampling.max_tokens, owner.context - len(ids)), asyncio.get_running_loop().create_future()
         request = Request(self.cache_slot, self.seed, list(ids), len(ids), sampling, budget, future)
-        request.held_before = owner.seconds_held
+        request.held_before, request.grammar = owner.seconds_held, grammar
         if budget < 1:  # the context is full before the first token
             request.stop = Stop.LENGTH
             return completion(request, owner.seconds_held)
@@ -355,7 +365,9 @@ def completion(request: Request, held: float) -> Completion:
     entropy, confidence = (request.entropy, request.confidence) if measured else ((), ())
     routes = request.routes if len(request.routes) == len(request.sequence) - 1 else ()
     sampled = (tokens, request.logp, request.mass, request.version)
-    return Completion(*sampled, request.stop, seconds, entropy, confidence, routes, request.kept_sets)
+    measures = (entropy, confidence, routes, request.kept_sets)
+    obeyed = (request.sampling.grammar, request.sampling.begun)
+    return Completion(*sampled, request.stop, seconds, *measures, *obeyed)
 
 
 # ---------------------------------------------------------------------- where it computes

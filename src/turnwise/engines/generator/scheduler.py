@@ -22,6 +22,7 @@ from turnwise.engines.generator.cuda_graphs import MAX_STEPS
 from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, common_prefix_length
 from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering
 from turnwise.engines.generator.model_runner import Runner
+from turnwise.engines.grammar import GrammarState, LaneMasks
 from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, uniforms
 
 COUNTS = (
@@ -62,6 +63,7 @@ class Request:
     stop: Stop | None = None
     cancelled: bool = False
     shift: LogitShift | Steering | None = None  # sampled by shifted log-probabilities
+    grammar: GrammarState | None = None  # after all tokens that were sampled
     started: float = field(default_factory=time.perf_counter)
     held_before: float = 0.0  # seconds for which the generator had waited for other sessions when it came
 
@@ -146,7 +148,9 @@ class Scheduler:
         no row could be reassigned anyway."""
         began = time.perf_counter()
         # graphs keep their logits on the GPU
-        needs_logits = self.has_values or any(r.sampling.entropy or r.shift is not None for r in self.running)
+        needs_logits = self.has_values or any(
+            r.sampling.entropy or r.shift is not None or r.grammar is not None for r in self.running
+        )
         graphs, compact, any_finished = self.model_runner.graphs is not None and not needs_logits, False, False
         steps = self._hold_columns(MAX_STEPS if graphs else tick, tick)
         lanes = self.running
@@ -211,15 +215,19 @@ class Scheduler:
         seed, position = torch.tensor([[r.seed for r in lanes], [len(r.sequence) for r in lanes]], device=device)
         u = uniforms(seed, position + torch.arange(steps, device=device)[:, None])  # [steps, n]
         tokens = torch.tensor([r.sequence[-1] for r in lanes], device=device)
-        shifts = LaneShifts(lanes, self.vocabulary)
-        block = 1 if device.type == "cpu" or shifts else EAGER_SYNC_EVERY
+        shifts, masks = LaneShifts(lanes, self.vocabulary), LaneMasks(lanes, self.vocabulary, device)
+        # what comes next depends on the token, which a grammar reads on the host
+        block = 1 if device.type == "cpu" or shifts or masks else EAGER_SYNC_EVERY
         wants_entropy = any(r.sampling.entropy for r in lanes)
         for begin in range(0, steps, block):
             outputs = []
             for step in range(begin, min(steps, begin + block)):
                 logits = shifts.apply(self.model_runner.decode_step(tokens, layout))
-                tokens, logp, mass = sampler(logits, u[step])
+                # a GPU computes the logits meanwhile
+                tokens, logp, mass = sampler(logits, u[step], masks.allowed() if masks else None)
                 shifts.append(tokens)
+                if masks:
+                    masks.append(tokens.tolist())
                 truncated = None if mass is None or sampler.kept is None else (mass, sampler.kept)
                 outputs.append((tokens, logp, truncated, sampler.certainty(logits) if wants_entropy else None))
                 layout.advance()

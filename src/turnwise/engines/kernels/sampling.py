@@ -59,12 +59,17 @@ class TokenSampler:
         # what the last call kept, as ``kept_ids`` returns it; None when no row truncates
         self.kept: Tensor | None = None
 
-    def __call__(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row truncates.
+    def __call__(
+        self, logits: Tensor, u: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """logits [B, V], u [B] -> token, logp, mass [B]; mass is None when no row truncates. ``allowed`` [B, V]: the ids that a
+        grammar leaves; filters truncate what is left, and ``mass`` is a share of it.
 
         A greedy row's logp is that of the temperature-1 distribution: its own is always 0 and carries no gradient."""
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -math.inf)
         if self.temperature is not None:
             logits = logits / self.temperature.to(logits.dtype)
         weight = full = logits.softmax(-1)  # take the log of the sampled entries only: one pass of exp fewer

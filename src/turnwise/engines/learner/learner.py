@@ -25,6 +25,7 @@ from transformers.utils import logging as progress_logging
 
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
+from turnwise.core.kept_sets import MaskReplay
 from turnwise.core.levels import BATCH, Field
 from turnwise.core.protocols import ObjectiveProtocol, Scales
 from turnwise.core.signals import WITH_GRADIENT, Signal
@@ -32,6 +33,7 @@ from turnwise.engines import compat
 from turnwise.engines.adapters import TensorsWhenRead
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.experts import routing_of
+from turnwise.engines.grammar import no_grammars
 from turnwise.engines.kernels.dispatch import limit_host_threads
 from turnwise.engines.kernels.four_bit import packed_experts, packed_layers
 from turnwise.engines.learner import llama_layers, lora, optimizer, packed_forward
@@ -48,7 +50,11 @@ CRITIC_PREFIXES = ("value/", "turns/", "critic/")
 
 
 class LocalLearner:
-    """A ``protocols.Learner`` around any Transformers causal LM. It modifies the model in place: do not call it elsewhere."""
+    """A ``protocols.Learner`` around any Transformers causal LM. It modifies the model in place: do not call it elsewhere.
+
+    ``replay`` needs a tokenizer: whoever has one gives ``Grammars(tokenizer, stop_ids).replay``."""
+
+    replay: MaskReplay = staticmethod(no_grammars)
 
     def __init__(
         self, model: PreTrainedModel, settings: LearnerSettings | None = None, *, critic: int = 0, turn_critic: bool = False,

@@ -5,8 +5,8 @@ Legend: N rows, D hidden size, V vocabulary size.
     z = (h·Wᵀ + b) / T        logp = z[y] − lse(z)        H = lse(z) − Σ p·z,  p = softmax(z)
     ∂logp/∂z = onehot(y) − p  ∂H/∂z = −p·(log p + H)
 
-A row whose kept set K is given is normalised over it, logp = z[y] − lse(z over K), with ∂logp/∂z = onehot(y) − p over K; its
-entropy stays that of the whole vocabulary.
+A row whose kept set K is given, listed or as a mask, is normalised over it, logp = z[y] − lse(z over K), with ∂logp/∂z =
+onehot(y) − p over K; its entropy stays that of the whole vocabulary.
 
 Rows are processed in chunks; the backward pass recomputes a chunk's logits. If all of them are small, p is kept instead, which
 is faster. Fused kernels, where available, read a chunk's logits once and keep p − onehot(y) if memory allows, which leaves two
@@ -38,49 +38,69 @@ KEEP_BYTES_CUDA = 2 << 30  # the same on a GPU
 
 @dataclass(frozen=True, eq=False)
 class KeptChunk:
-    """The sets of n rows, with m ids."""
+    """The sets of n rows, with m listed ids."""
 
     given: Tensor  # [n] whether a row has a set
+    allowed: Tensor | None  # [n, V] by masks, where any row has one: all ids, for a row without
     size: Tensor  # [n]
     row: Tensor  # [m] inside the chunk
     ids: Tensor  # [m]
     span: slice  # where its ids are among all M
 
-    def log_sums(self, values: Tensor) -> Tensor:
-        """log Σ exp of the values [m] of each row's ids, [n]; 0 for a row without a set. Differentiable."""
-        if not self.ids.numel():
-            return values.new_zeros(len(self.given))
-        over = lambda x, how, empty: torch.segment_reduce(x, how, lengths=self.size, unsafe=True, initial=empty)  # noqa: E731
-        top = over(values.detach(), "max", -torch.inf).where(self.given, 0.0)
-        return top + over((values - top[self.row]).exp(), "sum", 0.0).where(self.given, 1.0).log()
+    def log_sums(self, values: Tensor, z: Tensor, inverse: Tensor | float = 1.0) -> Tensor:
+        """log Σ exp over each row's set, [n]; 0 for a row without one: of ``values`` [m] where it is listed, of the logits
+        ``z`` [n, V] times ``inverse`` [n] where it is a mask. Differentiable."""
+        listed = self.size > 0
+        sums = values.new_zeros(len(self.given))
+        if self.ids.numel():
+            over = lambda x, how, empty: torch.segment_reduce(x, how, lengths=self.size, unsafe=True, initial=empty)  # noqa: E731
+            top = over(values.detach(), "max", -torch.inf).where(listed, 0.0)
+            sums = top + over((values - top[self.row]).exp(), "sum", 0.0).where(listed, 1.0).log()
+        if self.allowed is None:
+            return sums
+        # a positive factor does not change which logits are left out
+        scale = inverse if isinstance(inverse, float) else inverse[:, None]
+        over_mask = (z.masked_fill(~self.allowed, -torch.inf) * scale).logsumexp(1)
+        return sums.where(listed | ~self.given, over_mask)
 
-    def log_probs(self, z: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [n, V] before temperature -> log p of the targets over their sets [n], meaningless for a row without one, and p
-        of every id [m]."""
+    def log_probs(self, z: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [n, V] before temperature -> log p of the targets over their sets [n], meaningless for a row without one, p of
+        every listed id [m], and the log of each set's sum [n]."""
         values = z[self.row, self.ids] * inverse[self.row]
-        sums = self.log_sums(values)
-        return z.gather(1, targets[:, None]).squeeze(1) * inverse - sums, (values - sums[self.row]).exp()
+        sums = self.log_sums(values, z, inverse)
+        return z.gather(1, targets[:, None]).squeeze(1) * inverse - sums, (values - sums[self.row]).exp(), sums
 
     def add_gradient(self, d: Tensor, p: Tensor, targets: Tensor, factor: Tensor) -> None:
-        """d(logits) [n, V] += factor · (onehot − p over the set) for rows with a set."""
+        """d(logits) [n, V] += factor · (onehot − p over the set) for rows with a listed set."""
         # no id is twice in a row, so the sum does not depend on an order
         d[self.row, self.ids] += (((self.ids == targets[self.row]).to(p) - p) * factor[self.row]).to(d.dtype)
+
+    def add_mask_gradient(self, d: Tensor, z: Tensor, sums: Tensor, targets: Tensor, factor: Tensor) -> None:
+        """The same for rows with a mask. ``z`` [n, V]: logits at their temperature, overwritten; ``sums`` [n]: of the sets."""
+        assert self.allowed is not None
+        masked = self.given & (self.size == 0)
+        p = z.masked_fill_(~(self.allowed & masked[:, None]), -torch.inf).sub_(sums[:, None]).exp_()
+        factor = factor.where(masked, 0.0)
+        d.sub_(p.mul_(factor[:, None]))
+        d.scatter_add_(1, targets[:, None], factor[:, None].to(d.dtype))
 
 
 class KeptRows:
     """The sets of all rows, in chunks of ``rows`` of them. Reads where they begin from the device once."""
 
     def __init__(self, sets: KeptSets, rows: int) -> None:
-        self.given, self.rows = sets.size > 0, rows
+        self.sets, self.rows = sets, rows
+        self.given = sets.size > 0 if sets.mask_of is None else (sets.size > 0) | (sets.mask_of >= 0)
         self._size, self._ids = sets.size, sets.ids.long()
         self._row = torch.repeat_interleave(sets.size, output_size=len(sets.ids))
         ends = sets.size.cumsum(0)
         self._ends = [0, *ends[rows - 1 :: rows].tolist(), len(sets.ids)]
 
-    def of_chunk(self, index: int) -> KeptChunk:
+    def of_chunk(self, index: int, vocabulary: int) -> KeptChunk:
         rows, span = slice(index * self.rows, (index + 1) * self.rows), slice(self._ends[index], self._ends[index + 1])
         row = self._row[span] - rows.start
-        return KeptChunk(self.given[rows], self._size[rows], row, self._ids[span], span)
+        allowed = self.sets.allowed(rows, vocabulary)
+        return KeptChunk(self.given[rows], allowed, self._size[rows], row, self._ids[span], span)
 
 
 def token_logprobs(
@@ -102,6 +122,8 @@ def token_logprobs(
     limit = KEEP_BYTES_CUDA if hidden.is_cuda else KEEP_BYTES
     differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     keep = chunk is None and n * kept_bytes <= limit and (no_kernels or (not sets and differentiated))
+    # p of the whole vocabulary may round to 0 where p over a mask of little mass does not: logits are computed again
+    keep = keep and (sets is None or sets.masks is None)
     all_rows = max(1, n) if keep and no_kernels else 0
     size = all_rows or chunk or max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // row_bytes)
     t = torch.as_tensor(temperature, dtype=wide, device=hidden.device)
@@ -123,8 +145,8 @@ def logprobs_of(
         entropy = -torch.linalg.vecdot(log_p.exp(), log_p) if want_entropy else scale.new_zeros(len(h))
         logp = log_p.gather(1, target[:, None]).squeeze(1)
         if rows_kept is not None:
-            part = rows_kept.of_chunk(chunk)
-            logp = logp - part.log_sums(log_p[part.row, part.ids])
+            part = rows_kept.of_chunk(chunk, log_p.shape[1])
+            logp = logp - part.log_sums(log_p[part.row, part.ids], log_p)
         return logp, entropy
 
     size = max(1, (CHUNK_BYTES_CUDA if hidden.is_cuda else CHUNK_BYTES) // (weight.shape[0] * wide.itemsize))
@@ -175,7 +197,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logp, lse = (torch.empty(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
         entropy = torch.empty_like(logp) if want_entropy else None
         saved: tuple[Tensor | None, Tensor | None] = (None, None)  # p, or p − onehot by kernels; and log p
-        over_sets: list[tuple[Tensor, Tensor]] = []
+        over_sets: list[tuple[Tensor, Tensor, Tensor]] = []
         ctx.kernels = kernels = ops_for(hidden)  # chosen under the caller's autocast
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(narrow), weight.to(narrow)
@@ -185,7 +207,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 rows = slice(a, a + size)
                 z = _logits(h[rows], w, bias, wide)
                 if rows_kept is not None:
-                    over_sets.append(rows_kept.of_chunk(a // size).log_probs(z, targets[rows], inverse[rows]))
+                    part = rows_kept.of_chunk(a // size, z.shape[1])
+                    over_sets.append(part.log_probs(z, targets[rows], inverse[rows]))
                 if kernels is not reference:
                     args = (targets[rows], inverse[rows], want_entropy, None if saved[0] is None else saved[0][rows])
                     results = kernels.log_probs(z, *args)
@@ -204,11 +227,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy is not None:
                     entropy[rows] = -torch.linalg.vecdot(p, log_p)
                 saved = (p if keep else None, log_p if keep and want_entropy else None)
-        p_sets = None
+        p_sets = sums = None
         if rows_kept is not None and over_sets:
-            over_set, p_sets = (torch.cat(parts) for parts in zip(*over_sets))
+            over_set, p_sets, sums = (torch.cat(parts) for parts in zip(*over_sets))
             logp = torch.where(rows_kept.given, over_set, logp)
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *saved, p_sets)
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, *saved, p_sets, sums)
         ctx.narrow, ctx.size, ctx.rows_kept = narrow, size, rows_kept
         ctx.set_materialize_grads(False)
         return logp, entropy
@@ -216,7 +239,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, inverse, lse, entropy, kept_p, kept_log_p, p_sets = ctx.saved_tensors
+        hidden, weight, bias, targets, inverse, lse, entropy, kept_p, kept_log_p, p_sets, sums = ctx.saved_tensors
         wide = _sum_dtype(hidden)
         need_h, need_w, need_b = ctx.needs_input_grad[:3]
         grad_h = torch.empty_like(hidden) if need_h else None
@@ -232,11 +255,13 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_w = _product(kept_p.T, (h * c).to(kept_p.dtype), wide) if need_w else None
             grad_b = _product(kept_p.T, c.to(kept_p.dtype), wide).squeeze(1) if need_b else None
             return grad_h, grad_w, grad_b, *[None] * 6
+        masked = sets is not None and sets.sets.masks is not None
         for a in range(0, hidden.shape[0], ctx.size):
             rows = slice(a, a + ctx.size)
             args = [None if g is None else g[rows] for g in (g_whole, g_entropy, entropy)]
             if kernels is not reference and grad_b is None:
                 z = _logits(h[rows], w, bias, wide)
+                scaled = z * inverse[rows, None] if masked else None  # the kernel overwrites z
                 d = kernels.log_probs_backward(z, targets[rows], inverse[rows], lse[rows], *args, ctx.narrow)
                 del z
             else:
@@ -246,10 +271,13 @@ class _TokenLogprobs(torch.autograd.Function):
                     p = log_p.exp()
                 d = _logit_gradient(p, log_p, targets[rows], *args)
                 d *= inverse[rows, None]
+                scaled = log_p + lse[rows, None] if masked and log_p is not None else None
             if sets is not None and g_logp is not None:
                 factor = g_logp[rows] * inverse[rows]
-                chunk = sets.of_chunk(a // ctx.size)
+                chunk = sets.of_chunk(a // ctx.size, weight.shape[0])
                 chunk.add_gradient(d, p_sets[chunk.span], targets[rows], factor)
+                if scaled is not None:
+                    chunk.add_mask_gradient(d, scaled, sums[rows], targets[rows], factor)
             if grad_b is not None:
                 grad_b += d.sum(0)
             d = d.to(ctx.narrow)

@@ -57,7 +57,7 @@ def same_policy(
         batch = records
     else:  # as one group: groups do not matter here
         task = records[0].task if records else Task("policy_check", seed=0)
-        batch = pack([Group("policy_check", task, tuple(records))])
+        batch = pack([Group("policy_check", task, tuple(records))], learner.replay)
     # older tokens are of another policy, an expert's of none of ours
     fresh = ((batch.version.x == learner.version) & ~batch.expert.at(TOKEN).x).nonzero().squeeze(1)
     if not fresh.numel():

@@ -26,6 +26,7 @@ from turnwise.engines.adapters import AdaptedWeights
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.generator.generator import LocalGenerator
 from turnwise.engines.generator.kv_cache import CacheChoice
+from turnwise.engines.grammar import Grammars
 from turnwise.engines.remote.http import ServerAddress
 from turnwise.engines.remote.remote_generator import RemoteGenerator
 from turnwise.engines.remote.replica import UPDATE_SECONDS, RemoteLimits, Replica
@@ -52,7 +53,8 @@ class GeneratorSpec:
     def make(self, model: Any, tokenizer: Any) -> LocalGenerator:
         torch.set_num_threads(self.threads)
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return LocalGenerator(model, decode, share_weights=self.device == "cpu", **vars(self))
+        grammars = Grammars(tokenizer, self.stop_ids)
+        return LocalGenerator(model, decode, share_weights=self.device == "cpu", grammars=grammars, **vars(self))
 
 
 @dataclass(frozen=True)

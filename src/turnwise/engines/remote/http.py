@@ -266,10 +266,13 @@ def error_text(value: Any, fallback: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def is_overflow(status: int, value: Any, text: str) -> bool:
+def error_code(value: Any) -> Any:
     error = value.get("error") if isinstance(value, Mapping) else None
-    code = error.get("code") if isinstance(error, Mapping) else None
-    return code == "context_length_exceeded" or (status in (400, 413, 422) and bool(OVERFLOW.search(text)))
+    return error.get("code") if isinstance(error, Mapping) else None
+
+
+def is_overflow(status: int, value: Any, text: str) -> bool:
+    return error_code(value) == "context_length_exceeded" or (status in (400, 413, 422) and bool(OVERFLOW.search(text)))
 
 
 async def in_daemon_thread(work: Callable[[], Result]) -> Result:

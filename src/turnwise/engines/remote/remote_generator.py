@@ -382,7 +382,8 @@ class RemoteSession:
         try:
             while done.stop is Stop.CANCELLED and not self._cancelled:
                 left = budget - len(done.tokens)
-                rest = sampling if left == sampling.max_tokens else replace(sampling, max_tokens=left)
+                begun = sampling.begun + len(done.tokens)
+                rest = sampling if left == sampling.max_tokens else replace(sampling, max_tokens=left, begun=begun)
                 part, waited = await self._sample([*ids, *done.tokens], rest)
                 done, held = self._join(done, part, sampling), held + waited
             finished = True
@@ -440,6 +441,7 @@ class RemoteSession:
         tokens = joined["tokens"]
         for name in ("entropy", "confidence"):  # measured for all tokens, or for none
             joined[name] = joined[name] if len(joined[name]) == len(tokens) else ()
+        joined |= {"grammar": sampling.grammar, "begun": sampling.begun}
         whole = Completion(**joined, stop=part.stop, routes=part.routes)  # routes: of all positions, those before too
         for size in range(len(done.tokens) + 1, len(tokens)) if sampling.stop else ():
             text = self._owner.decode(tokens[:size])

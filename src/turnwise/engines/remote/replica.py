@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.records import Sampling
-from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_text, expect, is_overflow
+from turnwise.engines.remote.http import HttpPool, HttpReply, ServerAddress, error_code, error_text, expect, is_overflow
 from turnwise.engines.remote.token_wire import Reported, SampledPart, read_part, sampling_params, what_is_reported
-from turnwise.errors import ContextOverflow, RequestRefused, ServerFault, SettingError
+from turnwise.errors import ContextOverflow, GrammarError, RequestRefused, ServerFault, SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -258,6 +258,13 @@ class Replica:
         body = {"request_id": f"{self.client}-{next(self._asked)}", "token_ids": list(ids), "sampling_params": params}
         # a prefix that older weights computed, or those of another run, is never used again
         body["cache_salt"] = f"{self._salt}-{version}"
+        if sampling.grammar and self.kind != OURS:
+            raise GrammarError(
+                f"{self.url} is a vLLM server, which does not say what its grammars allowed, so ratios would not be exact; "
+                "sample grammars with the generator of this process, --generator local or turnwise serve"
+            )
+        if sampling.grammar:
+            params |= {"grammar": sampling.grammar, "begun": sampling.begun}
         if self.kind == OURS:
             params["entropy"] = sampling.entropy
             params["sampling_mask"] = not (sampling.whole or sampling.greedy)
@@ -270,7 +277,8 @@ class Replica:
                 value = await self.post("/inference/v1/generate", {**body, "model": adapter}, None)
         self.answered += 1
         part = read_part(value, frozenset(self.stop_ids))
-        done = part.completion
+        done = replace(part.completion, grammar=sampling.grammar, begun=sampling.begun)
+        part = replace(part, completion=done)
         if (sampling.whole or sampling.greedy) and done.kept:
             part = replace(part, completion=replace(done, kept=()))
         elif self.kind == VLLM and not (sampling.whole or sampling.greedy):
@@ -290,6 +298,8 @@ class Replica:
         text = self.address.hide(error_text(value, reply.text()))
         if is_overflow(reply.status, value, text):
             raise ContextOverflow(text)
+        if error_code(value) == "invalid_grammar":
+            raise GrammarError(text)
         if reply.status in (400, 422) or "no open session" in text:
             raise RequestRefused(f"{self.url} refuses a request: {text}")
         reason = f"it answers {path} with {reply.status}: {text}"

@@ -465,7 +465,8 @@ class WatchedSession:
         while left:
             size = left if whole else min(left, WATCH_EVERY)
             sampled = [token for part in parts for token in part.tokens]
-            part = await self.session.generate([*ids, *sampled], replace(sampling, max_tokens=size))
+            rest = replace(sampling, max_tokens=size, begun=sampling.begun + len(sampled))
+            part = await self.session.generate([*ids, *sampled], rest)
             count = self._watch(part)
             parts.append(first_tokens(part, count) if count < len(part.tokens) else part)
             left -= size
@@ -474,7 +475,7 @@ class WatchedSession:
         if len(parts) == 1:
             return parts[0]
         joined: Any = {name: [x for part in parts for x in getattr(part, name)] for name in LISTS}
-        return replace(parts[-1], seconds=sum(part.seconds for part in parts), **joined)
+        return replace(parts[-1], seconds=sum(part.seconds for part in parts), begun=sampling.begun, **joined)
 
     def _watch(self, part: Completion) -> int:
         """Keep what a piece says of itself; returns how many of its tokens remain."""
