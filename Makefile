@@ -45,7 +45,7 @@ thorough: $(READY)
 	  echo "make thorough: $$((($$(date +%s) - began) / 60)) min; to repeat it, make thorough SEED=$(SEED)"; exit $$status
 
 extras: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open-spiel,textarena,quantized]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reasoning,docs,agents,gymnasium,minigrid,open-spiel,textarena,quantized,rewards,grammar]'
 
 wheel: $(READY)
 	bash trials/wheel.sh $(PYTHON)

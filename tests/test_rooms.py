@@ -74,7 +74,7 @@ LINES = {  # at most so many in each room
 }  # fmt: skip
 ONE_IMPORTER = 70  # modules that exactly one other module imports
 SMALL = ("core/", "maths/", "algebra/", "recipes/recipe.py", "training/loop.py", "training/collector.py", "errors.py")
-CORE_LINES = 5_080
+CORE_LINES = 5_140
 
 
 def room_of(path: str) -> str:
