@@ -136,6 +136,13 @@ def test_every_family_has_a_title_and_a_place_in_the_navigation():
         assert page == "index.md" or page.removesuffix(".md") in hook.TITLES
 
 
+def test_the_navigation_has_at_most_twelve_entries_and_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    assert 1 < len(re.findall(r"^  - ", navigation, re.M)) <= 12
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", navigation))
+
+
 def test_equations_are_read():
     equations = load_hook("equations")
     assert equations.latex("Aᵢ = (Rᵢ − mean) / (std + ε)") == (
