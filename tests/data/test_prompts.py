@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -157,7 +158,16 @@ def test_what_a_file_lacks_is_said_without_guessing(tmp_path):
 
 
 def file_of(prompts, path="a") -> PromptFile:
-    return PromptFile(path, tuple(PromptRow(n, p, {}) for n, p in enumerate(prompts)))
+    file = PromptFile(path)
+    for n, text in enumerate(prompts):
+        row = {"messages": [{"role": "user", "content": text}]}
+        file.add(n, row, row)
+    return file
+
+
+def texts(numbers, *files):
+    rows = [row for file in files for row in file.rows]
+    return [rows[n].prompt[0]["content"] for n in numbers]
 
 
 @given(st.lists(st.text(max_size=3), min_size=2, max_size=40), st.floats(0.01, 0.99))
@@ -169,18 +179,54 @@ def test_a_split_shares_no_prompt_and_loses_no_row(prompts, share):
         return
     train, held_out = split_rows(file, share, None)
     assert train and held_out and len(train) + len(held_out) == len(prompts)
-    assert not {r.prompt for r in train} & {r.prompt for r in held_out}
+    assert not set(texts(train, file)) & set(texts(held_out, file))
 
 
 def test_a_split_depends_on_content_and_not_on_order():
     prompts = [f"question {n}" for n in range(200)]
-    there = {r.prompt for r in split_rows(file_of(prompts), 0.1, None)[1]}
-    back = {r.prompt for r in split_rows(file_of(prompts[::-1]), 0.1, None)[1]}
+    there, back = (set(texts(split_rows(f, 0.1, None)[1], f)) for f in (file_of(prompts), file_of(prompts[::-1])))
     assert there == back and 8 <= len(there) <= 34
 
 
 def test_prompts_of_the_held_out_file_are_not_trained_on():
-    train, held_out = split_rows(file_of(["a", "b", "c"]), 0.1, file_of(["b", "x"], "b"))
-    assert [r.prompt for r in train] == ["a", "c"] and [r.prompt for r in held_out] == ["b", "x"]
+    files = file_of(["a", "b", "c"]), file_of(["b", "x"], "b")
+    train, held_out = split_rows(files[0], 0.1, files[1])
+    assert texts(train, *files) == ["a", "c"] and texts(held_out, *files) == ["b", "x"]
     with pytest.raises(SettingError, match="every prompt"):
         split_rows(file_of(["a"]), 0.1, file_of(["a"], "b"))
+
+
+# ---------------------------------------------------------------- large files
+
+
+def test_a_large_file_takes_little_more_memory_than_its_text_and_says_how_far_it_is(tmp_path, monkeypatch, caplog):
+    rows = [{"prompt": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(4000)]
+    path = write(tmp_path / "large.jsonl", rows)
+    monkeypatch.setattr("turnwise.data.files.REPORT_SECONDS", (0.0, 0.0))
+    read_prompts(write(tmp_path / "small.jsonl", rows[:3]))
+    assert "small.jsonl: 3 rows read" in caplog.text
+    monkeypatch.undo()
+    tracemalloc.start()
+    try:
+        file = read_prompts(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # a row as objects takes 14 times its text
+    assert peak < 4 * path.stat().st_size
+    assert file.rows[3999].answer == "7998" and file.rows[3999].line == 4000 and len(file.rows) == 4000
+
+
+def test_half_characters_and_deep_columns_are_seen_in_every_way_of_storing_a_row(tmp_path):
+    path = tmp_path / "half.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a\\ud800"}\r\n\n{"prompt": "\xc3\xa4", "x": ' + b"[" * 63 + b"]" * 63 + b"}")
+    assert [row.prompt for row in read_prompts(path).rows] == ["a\ufffd", "ä"]
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}')
+    with pytest.raises(SettingError, match=r"not UTF-8 text \(byte 28\)"):
+        read_prompts(path)
+    path.write_text('{"prompt": "a", "x": ' + "[" * 64 + "]" * 64 + '}\n{"prompt": 3\n')
+    with pytest.raises(SettingError, match=r"1 of 2 rows cannot be used. line 2: .* is not JSON"):
+        read_prompts(path)
+    path.write_text('{"prompt": "a", "x": ' + "[" * 64 + "]" * 64 + "}\n")
+    with pytest.raises(SettingError, match="nested deeper than 64 levels; write flat columns"):
+        read_prompts(path)

@@ -6,20 +6,23 @@ Knows no column's meaning.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
 import hashlib
 import io
 import json
+import logging
 import math
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from turnwise.core.text import clean_tree
+from turnwise.core.text import MAX_DEPTH, clean_tree
 from turnwise.data import hub
 from turnwise.errors import SettingError
 
@@ -28,6 +31,9 @@ JSON_LINES = {".jsonl", ".ndjson", ""}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 FORMATS = "a .jsonl, .json, .csv, .tsv (each also .gz) or .parquet file"
 MAX_FIELD = 10_000_000  # characters of one CSV field
+REPORT_SECONDS = (2.0, 10.0)  # until the first report of how far a large file is read, and between two
+Stored = bytes | dict[str, Any]  # a row: a line of JSON, or its columns
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -60,24 +66,55 @@ class LineErrors:
 
 def read_table(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     """All rows of a file with their line numbers (in Parquet, a JSON array or a data set: their position, from 1)."""
+    return [(line, row) for line, row, _ in scan_table(path)]
+
+
+def scan_table(path: str | Path) -> Iterator[tuple[int, dict[str, Any], Stored]]:
+    """The rows of a file one after another, each also as it is best stored: a large file of JSON Lines is never in memory as
+    objects. The file's errors are raised after its last row, and reading that takes long is reported."""
     name, path = str(path), Path(path)
+    rows: Iterable[tuple[int, Stored]]
     if hub.is_saved_dataset(path) or hub.is_hub_id(name):
-        rows = list(enumerate((without_nulls(row) for row in hub.rows_of(name)), start=1))
+        rows = enumerate((without_nulls(row) for row in hub.rows_of(name)), start=1)
     elif not path.is_file():
         what = "a folder, not a file of rows" if path.is_dir() else "not there"
         raise SettingError(f"{path} is {what}; write the path of {FORMATS}, or a data set's folder or hub id")
     else:
-        rows = list(_parquet(path) if path.suffix == ".parquet" else _text(path))
-    if not rows:
+        rows = _parquet(path) if path.suffix == ".parquet" else _text(path)
+    faults = {ValueError: LineErrors(path), RecursionError: LineErrors(path)}  # no JSON comes before nested too deep
+    count, report = 0, time.monotonic() + REPORT_SECONDS[0]
+    for count, (line, stored) in enumerate(rows, start=1):
+        try:
+            yield line, parse_row(stored), stored
+        except (ValueError, RecursionError) as fault:
+            faults[type(fault)].add(line, str(fault))
+        if time.monotonic() > report:
+            log.warning("%s: %s rows read", path, f"{count:,}")
+            report = time.monotonic() + REPORT_SECONDS[1]
+    if not count:
         raise SettingError(f"{path} holds no rows; write one JSON object on each line")
-    errors, out = LineErrors(path), []
-    for line, row in rows:
-        try:  # a JSON escape can write half a character, which no file could hold again
-            out.append((line, clean_tree(row)))
-        except RecursionError as fault:
-            errors.add(line, f"a column is {fault}; write flat columns")
-    errors.raise_if_any(len(rows))
-    return out
+    for errors in faults.values():
+        errors.raise_if_any(count)
+
+
+def parse_row(stored: Stored) -> dict[str, Any]:
+    """A row as it was stored. A JSON escape can write half a character, which no file could hold again: it is replaced."""
+    row = stored
+    if isinstance(stored, bytes):
+        text = stored.decode()
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as fault:
+            reason = getattr(fault, "msg", "too deep")
+            raise ValueError(f"{text.strip()[:40]!r} is not JSON ({reason}); write {{...}}") from fault
+        if not isinstance(row, dict):
+            raise ValueError(f"{text.strip()[:40]!r} is not an object; write {{...}}")
+        if b"\\u" not in stored and stored.count(b"[") + stored.count(b"{") <= MAX_DEPTH:
+            return row  # no escapes, so no half characters; and not that deep
+    try:
+        return cast("dict[str, Any]", clean_tree(row))
+    except RecursionError as fault:
+        raise RecursionError(f"a column is {fault}; write flat columns") from fault
 
 
 def digest(path: str | Path) -> str:
@@ -90,19 +127,24 @@ def digest(path: str | Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _text(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _text(path: Path) -> Iterator[tuple[int, Stored]]:
     suffix = path.suffixes[-2] if path.suffix == ".gz" and len(path.suffixes) > 1 else path.suffix
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+            if suffix in JSON_LINES:
+                yield from _lines(path, stream)
+                return
+            text = stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         raise SettingError(f"{path} is not UTF-8 text (byte {fault.start}); write {FORMATS}") from fault
     except (OSError, EOFError, zlib.error) as fault:
         raise SettingError(f"{path} cannot be read: {fault}") from fault
     if suffix in SEPARATORS:
-        return _separated(path, text, SEPARATORS[suffix])
-    is_array = text.lstrip()[:1] == "[" and suffix not in JSON_LINES
-    return _array(path, text) if is_array else _lines(path, text)
+        yield from _separated(path, text, SEPARATORS[suffix])
+    elif text.lstrip()[:1] == "[":
+        yield from _array(path, text)
+    else:
+        yield from _lines(path, io.BytesIO(text.encode()))
 
 
 def _separated(path: Path, text: str, separator: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -151,22 +193,18 @@ def _array(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     yield from enumerate(values, start=1)
 
 
-def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    errors, rows = LineErrors(path), []
-    for n, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    start = 0  # byte of the line in the file
+    for n, line in enumerate(lines, start=1):
+        row = line.removeprefix(codecs.BOM_UTF8) if n == 1 else line
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as fault:
-            value = None
-            errors.add(n, f"{line.strip()[:40]!r} is not JSON ({getattr(fault, 'msg', 'too deep')}); write {{...}}")
-        else:
-            if not isinstance(value, dict):
-                errors.add(n, f"{line.strip()[:40]!r} is not an object; write {{...}}")
-        rows.append((n, value))
-    errors.raise_if_any(len(rows))
-    yield from rows
+            blank = not row.decode().strip()
+        except UnicodeDecodeError as fault:
+            where = start + len(line) - len(row) + fault.start
+            raise SettingError(f"{path} is not UTF-8 text (byte {where}); write {FORMATS}") from fault
+        if not blank:
+            yield n, row.rstrip(b"\n")
+        start += len(line)
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from turnwise.core.records import Message
 from turnwise.data.dataset import InvalidRow, parse_messages, parse_tools
-from turnwise.data.files import LineErrors, read_table
+from turnwise.data.files import LineErrors, Stored, parse_row, read_table, scan_table
 from turnwise.errors import SettingError
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "query", "instruction")
@@ -28,6 +29,7 @@ ANSWER_COLUMNS = (
     "answer", "ground_truth", "solution", "target", "final_answer", "expected_answer", "label", "completion", "response",
 )  # fmt: skip
 GROUND_TRUTH = "reward_model.ground_truth"
+CANONICAL = json.JSONEncoder(sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,48 @@ class PromptRow:
     @property
     def position(self) -> float:
         """A number in [0, 1) that depends on the content of the prompt alone: equal prompts are on one side of a split."""
-        content = json.dumps(self.messages, sort_keys=True)
+        content = CANONICAL.encode(self.messages)
         return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") / 2**64
 
 
 @dataclass(frozen=True)
+class PromptRows(Sequence[PromptRow]):
+    """Rows that are parsed when they are read: a million of them take little more memory than their text."""
+
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    stored: list[Stored] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, n: Any) -> Any:
+        return prompt_row(self.lines[n], parse_row(self.stored[n]))[0]
+
+    def __add__(self, other: PromptRows) -> PromptRows:
+        return PromptRows(self.lines + other.lines, self.stored + other.stored)
+
+
+@dataclass(frozen=True)
 class PromptFile:
-    """The rows of a file of prompts, and which columns they were read from."""
+    """The rows of a file of prompts, and what one pass over them shows."""
 
     path: str
-    rows: tuple[PromptRow, ...]
-    sources: Mapping[str, int] = field(default_factory=dict)  # "prompt: question" → number of rows
+    rows: PromptRows = field(default_factory=PromptRows)
+    sources: Counter[str] = field(default_factory=Counter)  # "prompt: question" → number of rows
+    columns: set[str] = field(default_factory=set)
+    positions: array[float] = field(default_factory=lambda: array("d"))  # of each row
+    answered: bytearray = field(default_factory=bytearray)  # whether each row has an answer
 
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(name for row in self.rows for name in row.columns)
+    def add(self, line: int, columns: Mapping[str, Any], stored: Stored) -> None:
+        """Take one more row while the file is read. Raises ``InvalidRow``."""
+        row, sources = prompt_row(line, columns)
+        self.rows.lines.append(line)
+        self.rows.stored.append(stored)
+        for source in sources:
+            self.sources[source] += 1
+        self.columns.update(row.columns)
+        self.positions.append(row.position)
+        self.answered.append(row.answer is not None)
 
     def describe(self) -> str:
         """Which columns were taken, for the log."""
@@ -75,28 +104,28 @@ class PromptFile:
 
 def read_prompts(path: str | Path) -> PromptFile:
     """The prompts of a file. All bad rows raise one error, which names every line and quotes the first few faults."""
-    table = read_table(path)
-    errors, rows, sources = LineErrors(Path(path)), [], Counter[str]()
-    for line, columns in table:
+    file, errors = PromptFile(str(path)), LineErrors(Path(path))
+    for line, columns, stored in scan_table(path):
         try:
-            values = {name: value for name, value in columns.items() if value is not None}
-            column = next((name for name in PROMPT_COLUMNS if values.get(name)), "")
-            if not column:
-                names = ", ".join(map(str, list(columns)[:8])) or "none"
-                raise InvalidRow(f"columns {names}; write prompt (or one of {', '.join(PROMPT_COLUMNS[1:])})")
-            prompt, spoken = _prompt(values[column], column)
-            source, reference = _reference(values, column, spoken)
-            sources[f"prompt: {column}"] += 1
-            if source:
-                sources[f"answer: {source}"] += 1
-            named = {} if reference is None else {"answer": reference, "ground_truth": reference}
-            rows.append(
-                PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")))
-            )
+            file.add(line, columns, stored)
         except InvalidRow as fault:
             errors.add(line, str(fault))
-    errors.raise_if_any(len(table))
-    return PromptFile(str(path), tuple(rows), dict(sources))
+    errors.raise_if_any(len(file.rows) + len(errors.errors))
+    return file
+
+
+def prompt_row(line: int, columns: Mapping[str, Any]) -> tuple[PromptRow, list[str]]:
+    """The row that these columns make, and which of them it was read from."""
+    values = {name: value for name, value in columns.items() if value is not None}
+    column = next((name for name in PROMPT_COLUMNS if values.get(name)), "")
+    if not column:
+        names = ", ".join(map(str, list(columns)[:8])) or "none"
+        raise InvalidRow(f"columns {names}; write prompt (or one of {', '.join(PROMPT_COLUMNS[1:])})")
+    prompt, spoken = _prompt(values[column], column)
+    source, reference = _reference(values, column, spoken)
+    named = {} if reference is None else {"answer": reference, "ground_truth": reference}
+    row = PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")))
+    return row, [f"prompt: {column}", *([f"answer: {source}"] if source else [])]
 
 
 def _prompt(value: Any, column: str) -> tuple[str | tuple[Message, ...], str | None]:
@@ -147,26 +176,29 @@ def holds_prompts_only(path: str | Path) -> str:
     )
 
 
-def split_rows(file: PromptFile, share: float, held_out: PromptFile | None) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training rows and held-out rows. Without a file of its own the held-out part is ``share`` of the prompts, by content."""
+def split_rows(file: PromptFile, share: float, held_out: PromptFile | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of the training rows and of the held-out rows, which follow the training file's where they have a file of
+    their own. Else the held-out part is ``share`` of the prompts, by content."""
     if held_out is not None:
-        positions_out = {row.position for row in held_out.rows}
-        train = [row for row in file.rows if row.position not in positions_out]
+        out = set(held_out.positions)
+        train = tuple(n for n, position in enumerate(file.positions) if position not in out)
         if not train:
             raise SettingError(
                 f"every prompt of {file.path} is also in {held_out.path}; give files that share no prompt, or leave "
                 "--eval-data out"
             )
-        return train, list(held_out.rows)
+        return train, tuple(range(len(file.rows), len(file.rows) + len(held_out.rows)))
     if share == 0:
-        return list(file.rows), []
-    positions = sorted({row.position for row in file.rows})
-    if len(positions) < 2:
+        return tuple(range(len(file.rows))), ()
+    first, last = min(file.positions), max(file.positions)
+    if first == last:
         raise SettingError(
             f"{file.path} holds one prompt, so none can be held out; give another file with --eval-data, or write "
             "--held-out-share 0 --eval-tasks 0"
         )
-    bound = max(share, positions[0])  # at least one prompt
-    out = {p for p in positions if p <= bound}
-    out = out if len(out) < len(positions) else set(positions[:-1])  # and at least one to train on
-    return [r for r in file.rows if r.position not in out], [r for r in file.rows if r.position in out]
+    # at least one prompt is held out, and at least one is trained on
+    bound = max(share, first)
+    parts: tuple[list[int], list[int]] = ([], [])
+    for n, position in enumerate(file.positions):
+        parts[position <= bound and position < last].append(n)
+    return tuple(parts[0]), tuple(parts[1])

@@ -119,9 +119,13 @@ class ToolPromptEnvironment(PromptEnvironment):
             self.session.close()
 
 
-def prompt_class(problems: Mapping[str, Mapping[int, PromptProblem]], verdict: bool = False) -> type[PromptEnvironment]:
-    """The class whose tasks are these problems, by split and row number. ``verdict``: rewards say whether an answer is right."""
-    answered = all(p.answer is not None for rows in problems.values() for p in rows.values())
+def prompt_class(
+    problems: Mapping[str, Mapping[int, PromptProblem]], verdict: bool = False, answered: bool | None = None
+) -> type[PromptEnvironment]:
+    """The class whose tasks are these problems, by split and row number. ``verdict``: rewards say whether an answer is right.
+    ``answered``: whether every problem has an answer, where that is known without a look at each."""
+    if answered is None:
+        answered = all(p.answer is not None for rows in problems.values() for p in rows.values())
     base = AnsweredPromptEnvironment if answered else PromptEnvironment
     seeds = {split: tuple(rows) for split, rows in problems.items()}
     body = {"problems": problems, "seeds": seeds, "verdict": verdict}

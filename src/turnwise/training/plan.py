@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -179,30 +180,48 @@ def has_gpu() -> bool:
 
 
 @dataclass(frozen=True)
+class RowProblems(Mapping[int, prompts.PromptProblem]):
+    """The problems of some rows by number, each made when an episode begins."""
+
+    rows: Sequence[PromptRow]
+    numbers: tuple[int, ...]  # ascending
+
+    def __getitem__(self, number: int) -> prompts.PromptProblem:
+        at = bisect_left(self.numbers, number)
+        if self.numbers[at : at + 1] != (number,):
+            raise KeyError(number)
+        row = self.rows[number]
+        return prompts.PromptProblem(tuple(row.messages), row.answer, row.tools)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@dataclass(frozen=True)
 class PromptData:
     """The rows of ``--data`` with ``--reward`` as the tasks of a run: split, numbered, played as an environment, scored by
     columns. A row's number is its position in the training file; rows of ``--eval-data`` follow."""
 
     file: PromptFile
     eval_file: PromptFile | None
-    rows: Mapping[int, PromptRow]  # by number
+    rows: Sequence[PromptRow]
     env_class: type
 
     @classmethod
     def of(cls, file: PromptFile, eval_file: PromptFile | None, share: float, verdict: bool) -> PromptData:
-        train, held_out = split_rows(file, share, eval_file)
-        rows = dict(enumerate([*file.rows, *(eval_file.rows if eval_file else ())]))
-        numbers = {id(row): n for n, row in rows.items()}
-        parts = {"train": train, "held_out": held_out}
-        problems = {
-            split: {numbers[id(r)]: prompts.PromptProblem(tuple(r.messages), r.answer, r.tools) for r in some}
-            for split, some in parts.items()
-        }
-        return cls(file, eval_file, rows, prompts.prompt_class(problems, verdict))
+        rows = file.rows + eval_file.rows if eval_file else file.rows
+        answered = file.answered + eval_file.answered if eval_file else file.answered
+        parts = dict(zip(("train", "held_out"), split_rows(file, share, eval_file)))
+        problems = {split: RowProblems(rows, numbers) for split, numbers in parts.items()}
+        complete = all(answered[n] for numbers in parts.values() for n in numbers)
+        return cls(file, eval_file, rows, prompts.prompt_class(problems, verdict, complete))
 
     @property
     def columns(self) -> frozenset[str]:
-        return self.file.columns | (self.eval_file.columns if self.eval_file else frozenset())
+        return frozenset(self.file.columns | (self.eval_file.columns if self.eval_file else set()))
 
     def row(self, task: Task) -> PromptRow:
         return self.rows[task.seed]
