@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.core.records import Status, Stop, Task, Trajectory, Turn
-from turnwise.evaluation.evaluator import Evaluation, interval
+from turnwise.errors import EnvironmentFault
+from turnwise.evaluation.evaluator import Evaluation, interval, scored
 
 
 def played(reward, success=None, rewards=None, difficulty=1, n=0, **turn):
@@ -48,6 +50,21 @@ def test_where_some_episode_reports_success_the_silent_ones_failed():
     assert evaluation([[played(0.3)]]).rows()[0] == {
         "task": "x/held_out/1/0", "success": None, "reward": 0.3, "messages": [],
     }  # fmt: skip
+
+
+def test_failed_episodes_are_named_with_the_most_frequent_reason():
+    lost = [played(0.0, n=n).failed("the shop is closed" if n else "no shop") for n in range(3)]
+    some = evaluation([[t] for t in [*lost, *(played(1.0, True, n=n) for n in range(3, 7))]])
+    summary = asyncio.run(scored(some, None)).summary()
+    assert summary["failed"] == 3 and summary["failures"] == {"the shop is closed": 2, "no shop": 1}
+    assert summary["note"] == "3 of 7 episodes failed: the shop is closed (1 other reasons)"
+
+
+def test_an_evaluation_in_which_most_episodes_failed_is_an_error_and_not_zero_percent():
+    half = [[played(0.0, n=0).failed("the shop is closed")], [played(0.0, n=1)]]
+    assert asyncio.run(scored(evaluation(half), None)).summary()["failed"] == 1
+    with pytest.raises(EnvironmentFault, match="no result: 2 of 3 episodes failed: the shop is closed"):
+        asyncio.run(scored(evaluation([*half, half[0]]), None))
 
 
 def test_what_a_limit_cut_is_counted():

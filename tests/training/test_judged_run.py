@@ -13,7 +13,7 @@ from tests.support.chat_servers import ChatStub, free_address, serving, text
 from tests.support.judged import judge
 from turnwise.cli.main import main
 from turnwise.engines.remote import chat_server
-from turnwise.errors import ServerFault, SettingError
+from turnwise.errors import EnvironmentFault, ServerFault, SettingError
 from turnwise.training import api
 from turnwise.training.evaluation import evaluate_policy
 
@@ -135,9 +135,9 @@ def test_an_evaluation_is_judged_too():
 def test_a_judge_that_turns_to_prose_fails_episodes_with_the_reason():
     answers = iter([*range(10**6)])
     stub = ChatStub(lambda body: judge(body) if next(answers) < 1 else text("Well done!"))
-    with serving(stub) as url:
-        result = evaluate_policy("", "random", "held_out", {"env": ENV, "judge": url, "eval_tasks": 6})
-    assert result["failed"] >= 3 and "the judge gave no verdict in 2 attempts" in result["note"]
+    refused = pytest.raises(EnvironmentFault, match=r"of 6 episodes failed: .*the judge gave no verdict in 2 attempts")
+    with serving(stub) as url, refused:
+        evaluate_policy("", "random", "held_out", {"env": ENV, "judge": url, "eval_tasks": 6})
 
 
 def test_the_policy_can_only_judge_what_plays_here(capsys):

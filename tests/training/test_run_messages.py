@@ -63,13 +63,18 @@ def test_rewards_are_reported_everywhere(tmp_path, capsys):
             {"max_tokens": 1, "cold_steps": 0},
             "of the turns were cut at 1 tokens; write a larger --max-tokens",
         ),
-        ("Sometimes", {}, "ValueError: an even length"),
+        ("Sometimes", {"eval_tasks": 0}, "ValueError: an even length"),
         ("Excessive", {"cold_steps": 8, "cold_lr": 0.01}, "e+30"),
     ],
 )
 def test_a_fault_is_told_while_it_happens(tmp_path, env, settings, words):
     _, warnings = run(tmp_path, env, **settings)
     assert any(words in text for text in warnings), warnings
+
+
+def test_an_evaluation_that_nobody_could_play_stops_the_run(tmp_path):
+    with pytest.raises(EnvironmentFault, match=r"no result: 4 of 4 episodes failed: ValueError: an even length; .* resume "):
+        run(tmp_path, "Sometimes")
 
 
 def test_a_batch_says_which_limit_cut_and_how_long_a_turn_took():

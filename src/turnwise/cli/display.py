@@ -67,8 +67,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         out.print(table(comparison(measures(before, after), measures(after, before)), title))
     else:
         out.print(f"{summary['method']} on {summary['environment']}, not evaluated (--eval-tasks 0)", markup=False)
-    if after.get("note"):
-        out.print(printable(after["note"]), markup=False)
+    for when, note in {"before": before.get("note"), "after": after.get("note")}.items():
+        if note:
+            out.print(printable(f"{when}: {note}"), markup=False)
     if ranking := summary.get("ranking"):
         # how likely the model finds the answers of a file that it was not trained on
         logp = f"{ranking['before']['logp']:.3f} → {ranking['after']['logp']:.3f} log-probability a token"

@@ -184,8 +184,7 @@ def evaluate(argv: Sequence[str]) -> int:
         print_json(both if len(both) > 1 else both[0])
     else:
         display.show_evaluation(both[0]) if len(both) == 1 else display.show_evaluations(both)
-    counted = [(int(one.get("failed", 0)), one["tasks"] * one["samples"]) for one in both]
-    return max(_status({Status.FAILED: failed, Status.FINISHED: played - failed}) for failed, played in counted)
+    return 0
 
 
 def export(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ know how a policy was trained.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,10 +21,11 @@ from turnwise.core.protocols import Generator, GroupScorer, Session
 from turnwise.core.records import Group, Status, Stop, Task, Trajectory
 from turnwise.core.retries import LOST_SHARE, lost_in, tried
 from turnwise.core.seeds import stable_seed
-from turnwise.errors import HostFault
+from turnwise.errors import EnvironmentFault, HostFault
 from turnwise.maths import statistics
 
 NO_SUCCESS = "the environment reports no success (info['success']), so success, pass@k and majority@k are not measured"
+NAMED = 5  # reasons of failed episodes that a summary names
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,20 @@ class Evaluation:
     def _array(self, measure: Callable[[Trajectory], float]) -> np.ndarray:
         return np.array([[measure(t) for t in row] for row in self.trajectories], dtype=float)
 
+    @property
+    def failures(self) -> dict[str, int]:
+        """Numbers of failed episodes by reason, the most frequent first."""
+        failed = (t.reason for row in self.trajectories for t in row if t.status == Status.FAILED)
+        return dict(Counter(failed).most_common())
+
+    def failure_note(self) -> str:
+        """How many episodes failed, and why most of them did; empty where none did."""
+        if not (failures := self.failures):
+            return ""
+        played, others = sum(map(len, self.trajectories)), len(failures) - 1
+        more = f" ({others} other reasons)" * bool(others)
+        return f"{sum(failures.values())} of {played} episodes failed: {next(iter(failures))}{more}"
+
     def rows(self) -> list[dict[str, Any]]:
         """The first episode of each task, JSON-able."""
         reported = self.success is not None
@@ -114,9 +130,12 @@ class Evaluation:
             rows = [task.difficulty == level for task in self.tasks]
             of_level = outcome(None if success is None else success[rows], reward[rows], seed)
             out["by_difficulty"][str(level)] = {**of_level, "tasks": sum(rows)}
-        if success is None:
-            return out | {"note": NO_SUCCESS}
-        return out | (per_k_metrics(self, success) if reward.shape[1] > 1 else {})
+        notes = [NO_SUCCESS * (success is None), self.failure_note()]
+        if note := "; ".join(filter(None, notes)):
+            out["note"] = note
+        if failures := self.failures:
+            out["failures"] = dict(list(failures.items())[:NAMED])
+        return out if success is None else out | (per_k_metrics(self, success) if reward.shape[1] > 1 else {})
 
 
 # -------------------------------------------------------------------- episodes
@@ -141,7 +160,7 @@ async def evaluate(
 
 async def scored(evaluation: Evaluation, scorer: GroupScorer | None) -> Evaluation:
     """The evaluation with the samples of each task scored as one group. Raises ``HostFault`` where the machine failed so many
-    episodes that the result would say more about it than about the policy."""
+    episodes that the result would say more about it than about the policy, ``EnvironmentFault`` where most failed otherwise."""
     rows = zip(evaluation.tasks, evaluation.trajectories)
     groups = [Group(f"evaluation.{n}", task, samples) for n, (task, samples) in enumerate(rows)]
     if scorer is not None:
@@ -151,7 +170,10 @@ async def scored(evaluation: Evaluation, scorer: GroupScorer | None) -> Evaluati
     lost = [t.reason for t in played if t.lost]
     if len(lost) > LOST_SHARE * len(played):
         raise HostFault(f"the machine failed {len(lost)} of {len(played)} episodes of an evaluation: {lost[-1]}")
-    return replace(evaluation, trajectories=tuple(group.trajectories for group in groups))
+    result = replace(evaluation, trajectories=tuple(group.trajectories for group in groups))
+    if 2 * sum(result.failures.values()) > len(played):  # no success of 0 %: nobody has played
+        raise EnvironmentFault(f"an evaluation has no result: {result.failure_note()}")
+    return result
 
 
 # --------------------------------------------------------------------- numbers

@@ -7,7 +7,6 @@ Torch is imported only where a model is loaded. Knows no statistics and no HTTP.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
-from turnwise.core.records import Sampling, Status, Task, Trajectory
+from turnwise.core.records import Sampling, Task, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.engines.remote.chat_server import ChatServer
 from turnwise.environments.base import overrides
@@ -86,11 +85,6 @@ def evaluate_policy(
     except RunStopped as stopped:
         raise RunStopped(stopped.number, _stopped_message(run, player, save)) from None
     summary = {"who": who, "environment": settings.env, "split": split, **evaluation.summary(settings.seed)}
-    reasons = Counter(t.reason for row in evaluation.trajectories for t in row if t.status == Status.FAILED)
-    if failed := reasons.most_common(5):
-        notes = [f"{count} episodes failed: {reason}" for reason, count in failed[:2]] + ["..."] * (len(failed) > 2)
-        summary["failures"] = dict(failed)  # the most frequent reason first
-        summary["note"] = "; ".join([*filter(None, [summary.get("note", "")]), *notes])
     if save:
         write_json(Path(save), {"summary": summary, "rows": evaluation.rows()})
     return summary

@@ -27,7 +27,7 @@ from turnwise.core.records import Group
 from turnwise.core.seeds import stable_seed
 from turnwise.credit.metrics import measure_credit
 from turnwise.data.mixing import GroupSource, Mixture, mixed_in
-from turnwise.errors import GeneratorLost, HostFault, StoreError
+from turnwise.errors import EnvironmentFault, GeneratorLost, HostFault, StoreError
 from turnwise.recipes.recipe import Recipe
 from turnwise.training.interrupt import in_background
 from turnwise.training.step_records import TokenRecorder, describe
@@ -76,7 +76,7 @@ class Loop:
                     break
                 if done in self.after_step:
                     await self.after_step[done]()
-        except (GeneratorLost, HostFault):
+        except (GeneratorLost, HostFault, EnvironmentFault):
             if done != saved and self.learner.version == done:  # between two updates: nothing trained is lost
                 with contextlib.suppress(StoreError, OSError):  # on a starved machine: then the last checkpoint serves
                     self.schedule.write(done, self.save)

@@ -36,7 +36,7 @@ from turnwise.core.signals import Signal
 from turnwise.data.mixing import GroupSource, Mixture
 from turnwise.data.offline_source import split_held_out
 from turnwise.errors import EnvironmentFault, HostFault, RankFault, ServerFault, SettingError
-from turnwise.evaluation.evaluator import Evaluator
+from turnwise.evaluation.evaluator import Evaluation, Evaluator
 from turnwise.evaluation.policy_metrics import NOT_EVALUATED, as_evaluation, rank_pairs
 from turnwise.models.fetch import resolve
 from turnwise.models.loading import save_lossless
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 COLD_STEPS = 100
+STOPPING = (ServerFault, RankFault, HostFault, EnvironmentFault)  # what the user can mend, and then resume
 
 
 @dataclass
@@ -107,9 +108,9 @@ class Trainer:
                 return self._run()
             except RunStopped as stopped:
                 raise RunStopped(stopped.number, self._stopped_message()) from None
-            # the judge, the last generator server or a process of the learner is gone, or the machine is starved
-            except (ServerFault, RankFault, HostFault) as fault:
-                kind = next(kind for kind in (ServerFault, RankFault, HostFault) if isinstance(fault, kind))
+            # the judge, the last generator server or a process of the learner is gone, the machine is starved, or nobody can play
+            except STOPPING as fault:
+                kind = next(kind for kind in STOPPING if isinstance(fault, kind))
                 raise kind(f"{fault}; {self._stopped_message()}") from fault
 
     def _stopped_message(self) -> str:
@@ -358,7 +359,7 @@ class Trainer:
     async def _evaluate_between(self, step: int, evaluator: Evaluator, learner: Learner) -> None:
         """An evaluation after a step that is not the last: its metrics only."""
         if self.settings.eval_tasks:
-            evaluation = await evaluator.run()
+            evaluation = await self._run_evaluation(evaluator, f"the evaluation after step {step}")
             self.tracker.log(step, evaluation_metrics(evaluation.summary()))
         if self.held_out:
             self.tracker.log(step, {f"ranking/{k}": v for k, v in rank_pairs(learner, self.held_out).items()})
@@ -379,9 +380,15 @@ class Trainer:
             return {"summary": as_evaluation(read_sealed(ranking)), "rows": []}
         if not path.is_file():
             with self.events.stage(f"evaluate {when}", self.settings.eval_tasks, "tasks"):
-                evaluation = await evaluator.run()
+                evaluation = await self._run_evaluation(evaluator, f"the evaluation {when} training")
             write_sealed(path, {"summary": evaluation.summary(self.settings.seed), "rows": evaluation.rows()})
         return read_sealed(path)
+
+    async def _run_evaluation(self, evaluator: Evaluator, what: str) -> Evaluation:
+        evaluation = await evaluator.run()
+        if note := evaluation.failure_note():  # it counts them as no success
+            self.events.message(f"{what}: {note}", "warning")
+        return evaluation
 
 
 def _save(folder: Path, write: Callable[[Path], Any], tokenizer: Any) -> None:
