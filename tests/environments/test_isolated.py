@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from support.episodes import RENDERER, FixedSession
@@ -153,3 +154,8 @@ def test_actions_arrive_as_they_were():
 def test_a_starved_process_is_no_fault_of_its_environment(cls, words):
     t = play(f"{HERE}:{cls}")
     assert t.lost and words in t.reason and not play(f"{HERE}:Exits").lost
+
+
+def test_a_stopped_process_is_no_fault_of_its_environment():
+    t = play(f"{HERE}:Stopped", limits=replace(LIMITS, environment_seconds=1.0))
+    assert t.lost and "was stopped by somebody" in t.reason

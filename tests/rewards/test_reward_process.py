@@ -211,6 +211,16 @@ def test_a_process_killed_from_outside_costs_one_call(file):
     pool.close()
 
 
+def test_a_stopped_process_costs_one_call_and_is_no_fault_of_the_function():
+    pool = ScoringPool(ProcessSettings("math:sqrt", "test", seconds=1), size=1)
+    assert pool.call(args=(4,)) == {"value": 2.0}
+    os.kill(pool.processes.workers[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(HostFault, match="was stopped by somebody"):
+        pool.call(args=(9,))
+    assert pool.call(args=(9,)) == {"value": 3.0}
+    pool.close()
+
+
 def test_a_death_while_a_function_loads_again_costs_one_call(tmp_path):
     """Only the first load says whether the function can be loaded; a later death is a fault of the host."""
     path, dying = tmp_path / "mine.py", tmp_path / "dying"

@@ -72,3 +72,8 @@ class Starved(Patient):
 class EndedByTheKernel(Patient):
     def step(self, action):
         os.kill(os.getpid(), 9)  # as the kernel does where memory runs out
+
+
+class Stopped(Patient):
+    def step(self, action):
+        os.kill(os.getpid(), 19)  # as somebody's SIGSTOP does

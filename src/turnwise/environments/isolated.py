@@ -32,7 +32,7 @@ from turnwise.environments.calls import call_environment, with_timeout
 from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import EnvironmentFault, HostFault, host_fault
 from turnwise.workers.child import end_with_parent, serve_concurrently
-from turnwise.workers.process import SharedWorkers, Worker, WorkerLost
+from turnwise.workers.process import FROZEN, SharedWorkers, Worker, WorkerLost
 
 
 class HostLost(EnvironmentFault):
@@ -333,7 +333,12 @@ class IsolatedEnvironment:
     async def _call(self, host: Any, method: str, args: list[Any]) -> Any:
         request = {"episode": self._key, "method": method, "args": args, "seconds": INNER_LIMIT * self.seconds}
         async with host.turn():
-            reply = await with_timeout(host.request(request), self.seconds)
+            try:
+                reply = await with_timeout(host.request(request), self.seconds)
+            except EnvironmentFault:
+                if getattr(host, "frozen", False):  # its time passed without it: the call goes on elsewhere
+                    raise HostLost(f"the environment's process {FROZEN} during {method}", by_host=True) from None
+                raise
         if "host" in reply:
             raise HostFault(reply["host"])
         if "fault" in reply:

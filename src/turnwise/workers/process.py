@@ -74,6 +74,18 @@ class WorkerLost(Exception):
         self.by_host = by_host
 
 
+FROZEN = "was stopped by somebody (SIGSTOP), gave no answer and was killed"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody stopped the process; False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
+
+
 def exit_words(status: int, last_line: str = "") -> str:
     """How a process ended: ``was ended by SIGKILL``, ``ended with status 3: KeyError: 'x'``."""
     if status < 0:
@@ -153,6 +165,7 @@ class Worker(WorkerProcess):
         super().__init__(module, *arguments, seconds=seconds, quiet=quiet)
         self.ended = ""  # why it takes no more requests, in words
         self.killed = False  # by us: no request is to blame for its end
+        self.frozen = False  # when we killed it: somebody had stopped it, so it could not answer
         self.answered = False  # a first request, by which it has loaded what it works with
         self.proven = False  # whether another of its kind has worked: then its own code does not end it while it starts
         self.users = 0  # that a pool gave it to
@@ -210,12 +223,15 @@ class Worker(WorkerProcess):
             ):  # else interrupted: what it does for this request, it would do for nobody
                 late = f"gave no answer within {seconds:g} s"
                 self.kill(late if isinstance(fault, TimeoutError) else "was interrupted")
+                if self.frozen and isinstance(fault, TimeoutError):
+                    raise WorkerLost(FROZEN, by_host=True) from None
             raise
 
     def kill(self, reason: str, blame: bool = False) -> None:
         """End the process; ``reason`` continues a sentence about it. ``blame``: for what it was asked at this moment."""
         self.ended, self.killed = self.ended or reason, not blame
         if self.process.poll() is None:
+            self.frozen = is_stopped(self.process.pid)
             kill_group(self.process.pid)
 
     def close(self) -> None:
