@@ -1,4 +1,4 @@
-"""``python -m trials [--parts kills inputs fuzz sandbox] [--short] [--write docs/trial.md]``
+"""``python -m trials [--parts kills inputs fuzz sandbox starvation] [--short] [--write docs/trial.md]``
 
 Each part appends its results to ``trials/results``; an interrupted trial continues with what is left."""
 
@@ -25,14 +25,15 @@ from trials import (
     fuzz,
     kills,
     sandbox,
+    starvation,
 )
 from trials.outcome import Outcome, Results, faults
 from trials.report import page, table
 
 ROWS = Path(__file__).parent / "results"
-KILLS, EPISODES = 120, 10_000
-SHORT_KILLS, SHORT_EPISODES, SHORT_EVERY = 12, 200, 5
-WANTED = {"kills": 100, "inputs": 200, "fuzz": 60_000, "sandbox": 3_000}
+KILLS, EPISODES, STARVED = 120, 10_000, 20
+SHORT_KILLS, SHORT_EPISODES, SHORT_EVERY, SHORT_STARVED = 12, 200, 5, 3
+WANTED = {"kills": 100, "inputs": 200, "fuzz": 60_000, "sandbox": 3_000, "starvation": 20}
 BAD_INPUTS = (bad_settings, bad_files, bad_environments, bad_models, bad_runs)
 Progress = Callable[[str], None]
 
@@ -47,6 +48,7 @@ PARTS: dict[str, Callable[[bool, Results, Progress], Iterator[Outcome]]] = {
     "inputs": inputs,
     "fuzz": lambda short, *rest: fuzz.trial(SHORT_EPISODES if short else EPISODES, *rest),
     "sandbox": sandbox.trial,
+    "starvation": lambda short, *rest: starvation.trial(SHORT_STARVED if short else STARVED, *rest),
 }
 
 

@@ -23,7 +23,7 @@ LONGEST_MESSAGE = 1500  # characters of an error: a refusal is a sentence or two
 def run_command(argv: Sequence[str], folder: Path, seconds: float) -> tuple[int | None, str, str, float]:
     """Exit status (None: still running at the limit), standard output, standard error, time taken."""
     out, err = folder / "stdout.txt", folder / "stderr.txt"
-    process = FORKS.Process(target=_child, args=(list(argv), str(folder), str(out), str(err)))
+    process = FORKS.Process(target=command, args=(list(argv), str(folder), str(out), str(err)))
     began = time.monotonic()
     process.start()
     process.join(seconds)
@@ -36,7 +36,8 @@ def run_command(argv: Sequence[str], folder: Path, seconds: float) -> tuple[int 
     return status, texts[0], texts[1], time.monotonic() - began
 
 
-def _child(argv: list[str], folder: str, out: str, err: str) -> None:
+def command(argv: list[str], folder: str, out: str, err: str) -> None:
+    """What the process of a command does."""
     os.chdir(folder)
     os.setsid()
     for path, descriptor in ((out, 1), (err, 2)):

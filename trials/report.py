@@ -9,7 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from trials.outcome import Outcome, faults
 
-TITLES = {"kills": "Kills", "inputs": "Bad inputs", "fuzz": "Fuzzed episodes", "sandbox": "Attacks on the sandbox"}
+TITLES = {
+    "kills": "Kills",
+    "inputs": "Bad inputs",
+    "fuzz": "Fuzzed episodes",
+    "sandbox": "Attacks on the sandbox",
+    "starvation": "Starved runs",
+}
 TEXTS = {
     "kills": """
 SIGKILL at a random moment, then `turnwise resume`. *Resumed*: every step is logged once, the ledger balances, and the
@@ -27,6 +33,14 @@ The kinds *supervisor* (trees that the host side walks, measures and removes, sw
 hide files) and *signs* (marks that others could see) are drawn from grammars, with seed 33; the others are a list. The last
 rung, `limits`, promises only what concerns exhaustion, hangs and forged replies; see [Security](security.md). This part was
 tried on ARM64, on a machine without `bwrap`: the rung `bubblewrap` was not tried again since system calls are an allow list.""",
+    "starvation": """
+Whole small runs (calculator with the Python tool, `--isolate-env`, `--env-processes 2`, `--reward code`, `--generator local`)
+that the machine starves of open files, memory, size of files, processes, disk or shared memory, or one of whose processes is
+killed or stopped. Who, what, the moment and how long are drawn from a grammar, with seed 33. *Stopped*: a message and an exit
+status other than 0. *Ran*: exit status 0. Either way every group that was trained on is whole; a run with status 0 that gave no
+group up has the weights of one that was not starved, bit for bit. A biased batch, a hang, a traceback and an end without a
+message are faults. *Ended before*: the run was over at the drawn moment; not counted. Nobody tried: `--ranks` or Ray, a served
+judge, tools behind MCP, or a processor that is only slow.""",
 }
 INTRO = """# Trial
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from trials import (
     fuzz,
     kills,
     sandbox,
+    starvation,
 )
 from trials.commands import classify
 from trials.outcome import Outcome, Results, faults
@@ -80,6 +82,34 @@ def test_fuzzed_episodes():
 def test_attacks_on_every_rung():
     results = Results()
     no_fault(run(sandbox.trial(True, results, print), results))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="limits of another process are set by Linux")
+def test_starved_runs():
+    results = Results()
+    no_fault(run(starvation.trial(2, results, print), results))
+
+
+def test_starvation_is_drawn_from_a_grammar_by_its_seed():
+    drawn = [list(itertools.islice(starvation.draw(seed), 40)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert {a.who for a in drawn[0]} == set(starvation.WHO) and {a.what for a in drawn[0]} == set(starvation.WHAT)
+
+
+@pytest.mark.parametrize(
+    ("ended", "result", "fault"),
+    [
+        ((2, "turnwise: too many open files", 1.0), "stopped", ""),
+        ((None, "", 240.0), "hung", "still running"),
+        ((-9, "", 1.0), "died", "exit status -9"),
+        ((2, "", 1.0), "died", "no message"),
+        ((2, "Traceback (most recent call last)\nKeyError: 1", 1.0), "traceback", "KeyError"),
+    ],
+)
+def test_how_a_starved_run_ended(ended, result, fault, tmp_path):
+    came_out, wrong = starvation.verdict(ended, tmp_path, tmp_path)
+    assert came_out == result and (fault in wrong if fault else not wrong)
 
 
 # ------------------------------------------------------------------ how it is kept
