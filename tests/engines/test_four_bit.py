@@ -111,7 +111,7 @@ def test_a_model_without_linear_layers_is_refused():
 def test_without_the_library_it_is_refused_in_words(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    with pytest.raises(SettingError, match=r"install `turnwise\[quantized\]`"):
+    with pytest.raises(SettingError, match=r"install `turnwise-rl\[quantized\]`"):
         LocalLearner(make_model(), FOUR_BIT)
 
 

@@ -112,7 +112,7 @@ def test_adapters_train_alone_and_switch_off_for_the_reference(kit, batch):
 
 def test_lora_without_peft_names_the_extra(kit, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(SettingError, match=r"turnwise\[peft\]"):
+    with pytest.raises(SettingError, match=r"turnwise-rl\[peft\]"):
         LocalLearner(kit.make_model(), LearnerSettings(lora_rank=2))
 
 
@@ -184,7 +184,7 @@ def test_enough_fresh_tokens_are_selected(length, selected):
 def metrics_of_step(learner, recipe, batch, policy_check):
     """The metrics of one training step over ``batch``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "pack", lambda groups: batch)
+        patch.setattr(run_module, "pack", lambda groups, *_: batch)
         return run_module.update_policy(learner, recipe, (), 0, policy_check=policy_check)
 
 

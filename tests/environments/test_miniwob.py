@@ -82,5 +82,5 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     from turnwise.environments.families.miniwob import pages
 
-    with pytest.raises(SettingError, match=r"turnwise\[miniwob\]"):
+    with pytest.raises(SettingError, match=r"turnwise-rl\[miniwob\]"):
         pages()

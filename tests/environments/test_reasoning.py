@@ -19,7 +19,7 @@ NAMES = ("basic_arithmetic", "chain_sum", "gcd", "gsm_symbolic", "lcm", "spell_b
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(SettingError, match=r"pip install 'turnwise\[reasoning\]'"):
+    with pytest.raises(SettingError, match=r"pip install 'turnwise-rl\[reasoning\]'"):
         load("reasoning_gym:chain_sum,max_terms=3")  # a name that no other test has made a class of
 
 

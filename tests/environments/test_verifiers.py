@@ -58,5 +58,5 @@ def test_a_missing_package_is_named(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(SettingError, match=r"turnwise\[verifiers\]"):
+    with pytest.raises(SettingError, match=r"turnwise-rl\[verifiers\]"):
         load("verifiers:anything")

@@ -83,7 +83,7 @@ def test_a_failing_tracker_never_stops_a_run(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_service_names_its_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SettingError, match=rf"turnwise\[{name}\]"):
+    with pytest.raises(SettingError, match=rf"turnwise-rl\[{name}\]"):
         Service(name, "project", "run", {})
 
 

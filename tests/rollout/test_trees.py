@@ -18,7 +18,7 @@ from turnwise.recipes.experience import piece
 from turnwise.rollout.strategies import Independent
 from turnwise.rollout.strategies.tree import edit_distance
 from turnwise.rollout.support import Support
-from turnwise.training import build
+from turnwise.training import episodes
 
 
 @pytest.fixture(scope="module", params=["keydoor", "lookup"])
@@ -104,7 +104,7 @@ def test_a_played_prefix_is_context_and_the_rest_is_sampled(share):
     (played,) = asyncio.run(run())
     assert played.status != Status.FAILED, played.reason
     assert played.guidance.startswith("prefix")
-    resolver = build.SupportResolver(world.env_spec.make, world.renderer, world.env_spec.limits, world.env_spec.tools)
+    resolver = episodes.SupportResolver(world.env_spec.make, world.renderer, world.env_spec.limits, world.env_spec.tools)
     given_ = asyncio.run(resolver.resolve(Support(share=share, played=True), Task("lookup", 1)))
     flat = [i for ids in given_.turns for i in ids]
     solution = asyncio.run(resolver.task_help(Task("lookup", 1))).solution

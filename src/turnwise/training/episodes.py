@@ -138,7 +138,7 @@ class DistributedPlay:
         self.here, self.settings, self.count = here, settings, count
         there = replace(settings, env_processes=1)
         self._number = next(_numbers)
-        self._setup = pickle.dumps((SETUP, self._number, (there, tokenizer, sampling, record_masked)))
+        self._setup = pickle.dumps((SETUP, self._number, (os.getcwd(), there, tokenizer, sampling, record_masked)))
         # a call that holds the interpreter of its process is interrupted there, where it can be
         self._silence = settings.env_seconds + 2 * INTERRUPTS * INTERRUPT_EVERY
 
@@ -318,8 +318,11 @@ class PlayingProcess:
                 session.completion.set_result(Completion(*content))
         return pickle.dumps(await session.answer)
 
-    def _prepare(self, number: int, settings: Settings, tokenizer: Any, sampling: Sampling, masked: bool) -> None:
+    def _prepare(
+        self, number: int, folder: str, settings: Settings, tokenizer: Any, sampling: Sampling, masked: bool
+    ) -> None:
         try:
+            os.chdir(folder)  # paths among the settings are relative to it; this process may be older than the run
             env_spec = EnvSpec.from_settings(settings)
             self.plays[number] = make_play(env_spec, make_renderer(settings, tokenizer), sampling, masked)
         except Exception as fault:  # told to the episodes

@@ -173,6 +173,8 @@ def chosen_for_model(values: Mapping[str, Any], env_class: type | None = None) -
 
 def has_gpu() -> bool:
     """Whether a driver shows a GPU: the answer before torch is imported. Torch has the last word (``engines.select_device``)."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False  # hidden from this process
     return any(next(Path("/dev").glob(pattern), None) is not None for pattern in GPU_FILES)
 
 
