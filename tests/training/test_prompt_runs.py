@@ -195,6 +195,8 @@ REFUSED = [
         "requires 'answer', and no row has such a column",
     ),
     ({"reward": "regex:pattern=a", "data": [{"prompt": "a"}, {"prompt": "b"}]}, "the tiny model knows no language"),
+    ({"reward": "exact", "isolate_env": True}, "the prompts of --data have none; leave it out"),
+    ({"reward": "exact", "data": [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2", "regex": "("}]}, "row 1 of"),
 ]
 
 

@@ -311,7 +311,11 @@ class EnvSpec:
         wrong = [d for d in settings.difficulty if d not in offered]
         if wrong:
             raise SettingError(f"{settings.env} has no difficulty {wrong[0]}; it offers {', '.join(map(str, offered))}")
-        if settings.isolate_env and settings.env.startswith((GIVEN_OBJECT, prompts.NAME)):
+        if settings.isolate_env and settings.uses_prompts:
+            raise SettingError(
+                "--isolate-env runs an environment's code in processes, and the prompts of --data have none; leave it out"
+            )
+        if settings.isolate_env and settings.env.startswith(GIVEN_OBJECT):
             raise SettingError(
                 f"isolate_env: another process cannot import {settings.env}; give a class by its name, module:Class"
             )

@@ -117,7 +117,7 @@ def _grammars(plan: RunPlan) -> Iterator[str]:
     s = plan.settings
     wanted: dict[tuple[str, str], str] = {(s.response_format, s.regex): "--response-format or --regex"}
     if s.uses_prompts and not {"response_format", "regex"}.isdisjoint(prompt_data(s).columns):
-        for number, row in prompt_data(s).rows.items():
+        for number, row in enumerate(prompt_data(s).rows):
             given = row.columns.get("response_format"), row.columns.get("regex")
             texts = tuple(x if isinstance(x, str) else json.dumps(x) if x else "" for x in given)
             wanted.setdefault((texts[0], texts[1]), f"row {number} of {s.data}")
