@@ -140,7 +140,8 @@ def test_eval_reads_a_config_file(shop, capsys):
 
 @pytest.mark.slow
 def test_evaluation_can_be_switched_off(shop, capsys):
-    code, out, _ = run(capsys, "train", "rloo", "--env", "guess", *FLAGS, "--eval-tasks", "0", "--name", "off")
+    flags = [word for name, value in {**SMALL, "eval_tasks": 0}.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    code, out, _ = run(capsys, "train", "rloo", "--env", "guess", *flags, "--name", "off")
     assert code == 0 and "not evaluated (--eval-tasks 0)" in out
     summary = json.loads((shop / "runs/off/summary.json").read_text())
     assert summary["success_after"]["success"] is None and not (shop / "runs/off/evaluation_before.json").exists()

@@ -260,7 +260,7 @@ def test_paths_that_are_no_files(tmp_path):
         ({"messages": "hi"}, "messages is 'hi'"),
         ({"messages": [USER]}, "no assistant message"),
         ({"messages": [GOOD]}, "begins with the assistant"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "ShareGPT"),
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, "messages has the role 'nobody'"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "the role 'wizard'"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "has the content None"),
         ({"messages": [{**USER, "tool_calls": [1]}, GOOD]}, "only the assistant can"),

@@ -51,7 +51,7 @@ def test_rewards_are_reported_everywhere(tmp_path, capsys):
     assert evaluated["step"] == 2 and "eval/reward/digit" in evaluated and "eval/success" not in evaluated
     show_summary(summary)
     shown = capsys.readouterr().out
-    assert "reward: digit" in shown and "reports no success" in shown and "## Before RL: reward" in shown
+    assert "reward: digit" in shown and "say what is a success" in shown and "## Before RL: reward" in shown
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,18 @@ METHOD_HELP = (
 )
 
 
+class Once(argparse._StoreAction):
+    """A flag with one value; given again with another one, it would silently lose the first."""
+
+    given: Any = None
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string and self.given not in (None, values):
+            raise SettingError(f"{option_string} is given twice: {self.given} and {values}; write it once")
+        self.given = values
+        super().__call__(parser, namespace, values, option_string)
+
+
 class Parser(argparse.ArgumentParser):
     """Raises :class:`SettingError` instead of exiting: what was seen, and the nearest flag that exists. ``json``: the help of
     the flag of that name; empty: there is none."""
@@ -51,6 +63,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, about: str = "", json: str = "print the result as JSON", **more: Any) -> None:
         super().__init__(prog=f"turnwise {command}", description=about, allow_abbrev=False, **more)
+        for action in (None, "store"):
+            self.register("action", action, Once)
         if json:
             self.add_argument("--json", action="store_true", help=json)
 

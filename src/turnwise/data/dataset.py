@@ -1,6 +1,7 @@
 """Datasets as users write them: dialogues, prompts with completions, prompts with a chosen and a rejected answer.
 
-    {"messages": [...]}                                    every assistant turn is a training target
+    {"messages": [...]}                                    every assistant turn is a training target; also ShareGPT's
+                                                           ``conversations`` of ``from`` and ``value``
     {"prompt": ..., "completion": ...}                     text or messages; the assistant turns of the completion (also
                                                            called ``response``) are training targets
     {"prompt": ..., "completion": ..., "label": true}      the same with a verdict: a good answer (true) or a bad one (false)
@@ -29,6 +30,7 @@ from turnwise.data.files import LineErrors, is_finite_number, parse_cell, read_t
 from turnwise.rollout.parsers.table import HERMES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}  # its roles, and ours
 COLUMNS = {
     "messages", "prompt", "completion", "chosen", "rejected", "task", "seed", "difficulty", "split", "reward", "success",
     "answer", "tools",
@@ -101,6 +103,8 @@ def read_dataset(path: str | Path, environment: str = "") -> Dataset:
 
 def _row(line: int, columns: Mapping[str, Any], environment: str, unused: Counter[str]) -> DatasetRow:
     values = {name: value for name, value in columns.items() if value is not None}
+    if "conversations" in values and "messages" not in values:
+        values["messages"] = values.pop("conversations")
     if "response" in values and "prompt" in values and "completion" not in values:
         values["completion"] = values.pop("response")
     if "chosen" in values or "rejected" in values:
@@ -142,11 +146,17 @@ def parse_messages(value: Any, name: str) -> list[Message]:
     return [_message(m, name) for m in value]
 
 
+def role_of(message: Mapping[str, Any]) -> Any:
+    """Who speaks: ``role``, or ``from`` as ShareGPT writes it."""
+    speaker = message.get("role", message.get("from"))
+    return SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
+
+
 def _message(value: Any, name: str) -> Message:
+    if isinstance(value, dict) and "from" in value:
+        value = {"content": value.get("value"), **value, "role": role_of(value)}
     if not isinstance(value, dict) or "role" not in value:
-        sharegpt = ' (it looks like ShareGPT: write role and content for "from" and "value")'
-        hint = sharegpt if isinstance(value, dict) and "from" in value else ""
-        raise InvalidRow(f'{name} holds {_shown(value)}{hint}; write {{"role": ..., "content": ...}}')
+        raise InvalidRow(f'{name} holds {_shown(value)}; write {{"role": ..., "content": ...}}')
     role = value["role"]
     if role not in ROLES:
         raise InvalidRow(f"{name} has the role {_shown(role)}; write one of {', '.join(ROLES)}")

@@ -4,6 +4,7 @@
     {"question": ..., "answer": "... #### 72"}               also problem, query, instruction; solution, ground_truth, target ...
     {"prompt": [...], "data_source": ..., "reward_model": {"ground_truth": ...}, "extra_info": {...}}
     {"messages": [...]}                                      a last assistant message is the reference answer
+    {"conversations": [{"from": "human", "value": ...}]}     the same as ShareGPT writes it
 
 Knows no environment and no reward.
 """
@@ -20,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.core.records import Message
-from turnwise.data.dataset import InvalidRow, parse_messages, parse_tools
+from turnwise.data.dataset import InvalidRow, parse_messages, parse_tools, role_of
 from turnwise.data.files import LineErrors, Stored, parse_row, read_table, scan_table
 from turnwise.errors import SettingError
 
-PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "query", "instruction")
+PROMPT_COLUMNS = ("prompt", "messages", "conversations", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = (
     "answer", "ground_truth", "solution", "target", "final_answer", "expected_answer", "label", "completion", "response",
 )  # fmt: skip
@@ -168,8 +169,9 @@ def holds_prompts_only(path: str | Path) -> str:
     names = {name for _, columns in table for name, value in columns.items() if value is not None}
     if names & {"completion", "response", "chosen", "rejected"} or not names & set(PROMPT_COLUMNS):
         return ""
-    for message in (m for _, columns in table for m in columns.get("messages") or ()):
-        if isinstance(message, dict) and message.get("role") == "assistant":
+    dialogues = (columns.get("messages") or columns.get("conversations") or () for _, columns in table)
+    for message in (m for dialogue in dialogues for m in dialogue):
+        if isinstance(message, dict) and role_of(message) == "assistant":
             return ""  # dialogues that hold an answer
     return (
         f"{path} holds prompts ({len(table)} rows with {', '.join(sorted(names)[:6])}), neither completions nor pairs"

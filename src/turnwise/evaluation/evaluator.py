@@ -24,7 +24,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.errors import EnvironmentFault, HostFault
 from turnwise.maths import statistics
 
-NO_SUCCESS = "the environment reports no success (info['success']), so success, pass@k and majority@k are not measured"
+NO_SUCCESS = "neither environment nor rewards say what is a success, so success, pass@k and majority@k are not measured"
 NAMED = 5  # reasons of failed episodes that a summary names
 
 

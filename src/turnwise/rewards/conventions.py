@@ -67,6 +67,9 @@ PROVIDED = {
     "completion": ("completion", "completion_ids", "messages"),
 }
 """Arguments that come from no column, by the parameter that holds the answers. The first that a function has decides."""
+ABSENT = {"data_source": "", "extra_info": {}}
+"""What functions of ``solution_str`` are given where a row has no such column: they name these arguments whether they read them
+or not."""
 LISTED = ("completions", "solution_strs")  # these hold all answers of a group
 REQUIRED = (
     "completions (all answers of a prompt), completion (the text of one), "
@@ -118,6 +121,8 @@ class Signature:
             taken = ", ".join(self.parameters) or "no arguments"
             raise SettingError(f"{what} takes {taken}; a reward function takes {REQUIRED}")
         provided = {*PROVIDED[self.style], *columns, *options, "prompt"}
+        if self.style.startswith("solution_str"):
+            provided |= ABSENT.keys()
         shown = ", ".join(sorted(columns)) or "none"
         for name in self.required:
             plural = PLURALS.get(name, name) if self.style == "solution_strs" else name
@@ -203,8 +208,12 @@ class RewardCall:
     def _renamed(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns, those that an option names under the argument they are for; absent ones that are required as None."""
         named = {argument: columns.get(column) for argument, column in self.columns.items()}
-        absent = {name: None for name in self.signature.required if name not in columns}
-        plural = {name: columns.get(column) for name, column in PLURALS.items() if name in self.signature.parameters}
+        absent = {name: ABSENT.get(name) for name in self.signature.required if name not in columns}
+        plural = {
+            name: columns.get(column, ABSENT.get(column))
+            for name, column in PLURALS.items()
+            if name in self.signature.parameters
+        }
         return {**absent, **plural, **columns, **named}
 
 

@@ -381,6 +381,25 @@ class FunctionAgent:
     function: Callable[..., Any]
     host: EpisodeHost | None = None  # gives stock clients of other packages a way in
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be called as an agent, or answers with something else than an outcome."""
+        function = self.function
+        name, instead = getattr(function, "__name__", type(function).__name__), "write async def agent(task, client)"
+        if isinstance(function, type):
+            raise SettingError(f"the agent {name} is a class; {instead}, or give an object with such a __call__")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise SettingError(f"the agent {name} yields values, which nobody reads; return the reward instead")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return  # of a function in C nothing is known
+        try:
+            signature.bind(None, None)
+        except TypeError:
+            raise SettingError(
+                f"the agent {name} takes {signature}, and is called with a task and a client; {instead}"
+            ) from None
+
     async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome:
         task.episode, task.loop = episode, asyncio.get_running_loop()
         with self.host.offered(episode) if self.host is not None else nullcontext() as connect:

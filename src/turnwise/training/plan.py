@@ -309,6 +309,8 @@ class EnvSpec:
         env_class = env_class or environment_class(settings)
         offered = tuple(getattr(env_class, "difficulties", (1,)))
         wrong = [d for d in settings.difficulty if d not in offered]
+        if wrong and settings.uses_prompts:
+            raise SettingError("rows of a file have no levels of difficulty; leave --difficulty out")
         if wrong:
             raise SettingError(f"{settings.env} has no difficulty {wrong[0]}; it offers {', '.join(map(str, offered))}")
         if settings.isolate_env and settings.uses_prompts:

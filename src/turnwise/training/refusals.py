@@ -7,6 +7,8 @@ method, ``LOADED`` torch and the model's files. Settings have checked their type
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,7 +17,9 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +27,8 @@ from turnwise import environments
 from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.config.settings import Settings
 from turnwise.config.values import KEEP, ModelName
-from turnwise.core.records import Sampling
+from turnwise.core.protocols import Action
+from turnwise.core.records import Sampling, Task
 from turnwise.core.signals import Signal
 from turnwise.data.offline_source import split_held_out
 from turnwise.data.prompts import holds_prompts_only
@@ -33,11 +38,16 @@ from turnwise.engines.sharded.served import unserved_reason
 from turnwise.engines.sharded.torchrun import check_torchrun, ranks_here, torchrun_rank
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
-from turnwise.errors import GrammarError, SettingError, nearest
+from turnwise.environments.calls import call_environment
+from turnwise.environments.contract import read_messages, read_step
+from turnwise.errors import EnvironmentFault, GrammarError, SettingError, nearest
+from turnwise.maths.statistics import wilson
+from turnwise.models.facts import read_model_facts
 from turnwise.models.fetch import resolve
 from turnwise.models.hub import check_model
 from turnwise.observe.trackers import SERVICES
 from turnwise.recipes import signatures
+from turnwise.rewards.conventions import describe_fault
 from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.parsers.table import check_name
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
@@ -46,9 +56,9 @@ from turnwise.rollout.typed_output import run_grammar
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
 from turnwise.training.agents import unpaid
-from turnwise.training.plan import OWN, RunPlan, has_gpu, prompt_data, read_template, required_by
+from turnwise.training.plan import OWN, EnvSpec, RunPlan, has_gpu, prompt_data, read_template, required_by
 from turnwise.training.remote_generators import check_generators
-from turnwise.training.rewards import check_judge, check_reward_functions
+from turnwise.training.rewards import DUMMY, check_judge, check_reward_functions
 
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
@@ -58,7 +68,10 @@ Provides = Callable[[type], bool]
 
 FOUR_BIT = "nf4"
 TRACKERS = ("tensorboard", *SERVICES)
-DEVICES = r"auto|(cpu|cuda|mps|xpu)(:\d+)?"
+DEVICES = r"auto|(cpu|cuda)(:\d+)?"
+NO_ENGINE = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs", "tpu": "TPUs", "npu": "NPUs", "hpu": "HPUs"}
+USELESS_POINTS = 15  # an evaluation with wider intervals than that sees hardly any change
+TRIED_TASKS = 3  # of an environment that fails to begin
 RANKS_PER_CORE = 4  # a few too many serve to try something out
 FLAGS = {  # requirements that a flag provides
     "demonstrations": ("demos", "--demos FILE (dialogues as JSON Lines), --demos oracle, or --data FILE (it alone)"),
@@ -98,6 +111,49 @@ def _names(plan: RunPlan) -> Iterator[str]:
         yield reason
     if s.eval_tasks and not plan.env_spec.first_tasks("held_out", 1):
         yield "no rows are held out to evaluate on; write --eval-tasks 0, --eval-data FILE or a --held-out-share"
+
+
+def _environment(plan: RunPlan) -> Iterator[str]:
+    """A class of the user's own that does not do what an episode needs. It is opened once and takes one step, to see what it
+    returns; a few tasks are tried, since one may fail for reasons of its own."""
+    s, cls, spec = plan.settings, plan.env_spec.env_class, plan.env_spec
+    if s.offline or s.cluster or cls.__module__.partition(".")[0] == "turnwise":
+        return
+    for method in ("reset", "step"):
+        if not callable(getattr(cls, method, None)):
+            yield f"{s.env} has no method `{method}`; write reset(self, seed) and step(self, action)"
+    faults = []
+    for task in spec.first_tasks("train", TRIED_TASKS):
+        with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
+            faults.append(thread.submit(lambda: asyncio.run(_first_step(spec, task))).result())  # noqa: B023
+        if not faults[-1]:
+            return
+    if faults:
+        yield f"{s.env} cannot be played: {faults[0]}; `turnwise check-env {s.env}` says more"
+
+
+async def _first_step(spec: EnvSpec, task: Task) -> str:
+    """What is wrong with the first messages of an episode, or with what a step returns; empty if nothing is."""
+    seconds, environment = spec.limits.environment_seconds, None
+    call = partial(call_environment, seconds=seconds, inline=False)
+    try:
+        environment = spec.make(task)
+        read_messages(await call(environment.reset, task.seed), "reset")
+        if spec.agent is None:  # an agent may never step
+            try:
+                step = await call(environment.step, Action(text=DUMMY))
+            except Exception:  # it may refuse an answer that makes no sense
+                return ""
+            read_step(step)
+    except EnvironmentFault as fault:
+        return str(fault)
+    except (Exception, SystemExit) as fault:
+        return f"its {'constructor' if environment is None else 'reset'} raised {describe_fault(fault)}"
+    finally:
+        if callable(close := getattr(environment, "close", None)):
+            with contextlib.suppress(Exception):
+                await call(close)
+    return ""
 
 
 def _scorers_and_servers(plan: RunPlan) -> Iterator[str]:
@@ -212,6 +268,8 @@ def _models(plan: RunPlan) -> Iterator[str]:
 
 def check_device(name: str) -> None:
     """Refuse a device that is none, and a GPU on a machine that has none. Torch has the last word on the others."""
+    if (kind := name.partition(":")[0]) in NO_ENGINE:
+        raise SettingError(f"device is {name}, and {NO_ENGINE[kind]} are not supported; write --device cpu, or cuda")
     if not re.fullmatch(DEVICES, name):
         raise SettingError(f"no device {name!r}; write cpu, cuda or auto")
     if name.startswith("cuda") and sys.platform in ("linux", "darwin") and not has_gpu():
@@ -325,7 +383,11 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
             others = f" (or {', '.join(able[1:])})" if able[1:] else ""
             instead = f"write --env {able[0]}{others}, or give its class one" if able else ""
             instead = instead or "give its class one, or take another method"
-            yield f"{s.title} requires {description}, and {s.env} provides none; {instead}"
+            if s.uses_prompts:
+                description = "a reward that says whether an answer is right" if word == "verdict" else description
+                instead = "return a bool, or a dict with success" if word == "verdict" else "take another method"
+            source = f"the rows of {s.data}" if s.uses_prompts else s.env
+            yield f"{s.title} requires {description}, and {source} provide{'s' * (not s.uses_prompts)} none; {instead}"
 
 
 def _provider(word: str, recipe: Recipe) -> tuple[Provides | None, str]:
@@ -483,6 +545,41 @@ def _tokenizer(plan: RunPlan) -> Iterator[str]:
     yield from ()
 
 
+def prompt_lengths(plan: RunPlan) -> Iterator[str]:
+    """Prompts of a file that leave no room for an answer. An agent words its own."""
+    from turnwise.training import build
+
+    s, spec = plan.settings, plan.env_spec
+    if not s.uses_prompts or s.agent:
+        return
+    renderer = build.make_renderer(s, plan.tokenizer)
+    data = prompt_data(s)
+    begin = len(renderer.open([{"role": "user", "content": ""}]).ids)  # what the chat template writes by itself
+    lengths: dict[int, int] = {}  # of the rows that do not fit, by number
+    for split, seeds in spec.env_class.seeds.items():  # type: ignore[attr-defined]
+        environment = spec.env_class(split=split)
+        for seed in seeds:
+            messages = environment.reset(seed)
+            # a token is at least a byte, so most rows fit without being tokenized
+            if not environment.tools and begin + len(json.dumps(messages, ensure_ascii=False).encode()) < s.context:
+                continue
+            if (length := len(renderer.open(messages, environment.tools).ids)) >= s.context:
+                lengths[seed] = length
+    if not lengths:
+        return
+    longest = max(lengths.values())
+    reads = 0 if s.model.tiny or plan.given.model is not None else read_model_facts(s.model.name).max_positions
+    wider = f"write --context {longest + s.max_tokens}, or leave these rows out"
+    if reads and longest >= reads:
+        wider = f"the model reads at most {reads}, so leave these rows out"
+    lines = [f"{data.rows[seed].line}" for seed in sorted(lengths)]
+    shown = ", ".join(lines[:5]) + f" and {len(lines) - 5} more" * (len(lines) > 5)
+    yield (
+        f"{len(lengths)} of {len(data.rows)} prompts leave no room for an answer in a context of {s.context} tokens (line "
+        f"{shown}); the longest has {longest}: {wider}"
+    )
+
+
 def _model_size(plan: RunPlan) -> Iterator[str]:
     """Adapters wider than a weight, and a model that does not fit."""
     from turnwise.models import loading
@@ -534,12 +631,36 @@ def _teacher(plan: RunPlan) -> Iterator[str]:
 
 AT_ONCE: tuple[Row, ...] = (_names, _scorers_and_servers, _grammars, cluster, _output, _packages, _models)
 REQUIREMENTS: tuple[Row, ...] = (_adapters_and_values, _comparing_rewards, _players, _requirements, _unread_flags)
-WITH_RECIPE: tuple[Row, ...] = (*REQUIREMENTS, ranks, _precision, _sampling_elsewhere, _rows_and_demonstrations)
-LOADED: tuple[Row, ...] = (rank_places, _tokenizer, _model_size, _teacher)
+WITH_RECIPE: tuple[Row, ...] = (
+    *REQUIREMENTS,
+    ranks,
+    _precision,
+    _sampling_elsewhere,
+    _rows_and_demonstrations,
+    _environment,
+)
+LOADED: tuple[Row, ...] = (rank_places, _tokenizer, prompt_lengths, _model_size, _teacher)
 RESUMED: tuple[Row, ...] = (cluster, ranks, _sampling_elsewhere)  # of a run that goes on: what may be changed then
 
 
 # ------------------------------------------------------ no reason to refuse, but said
+
+
+def held_out_note(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """(level, text): how exactly the held-out prompts of a file can measure success, in the worst case: half of them solved."""
+    s = plan.settings
+    if not s.uses_prompts or not s.eval_tasks:
+        return
+    rows = len(plan.env_spec.env_class.seeds["held_out"])  # type: ignore[attr-defined]
+    count = min(rows, s.eval_tasks)
+    bounds = wilson(count / 2, count)
+    points = round(50 * (bounds.high - bounds.low))
+    text = f"evaluated on {count} held-out prompt{'s' * (count > 1)}: success is known to ± {points} points (95 %)"
+    if points <= USELESS_POINTS:
+        yield "info", text
+        return
+    more = f"--eval-tasks {rows}" if rows > count else "--eval-data FILE, or a larger --held-out-share"
+    yield "warning", f"{text}, so a smaller change cannot be seen; write {more}"
 
 
 def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Group
+from turnwise.data.prompts import PromptFile
 from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
 from turnwise.engines.remote.http import ServerAddress
 from turnwise.environments.base import overrides
+from turnwise.environments.calls import call_here
 from turnwise.errors import ServerFault, SettingError
+from turnwise.rewards.conventions import AnswerGroup, AnswerSample
 from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewards, open_rewards
 from turnwise.rewards.judge import VerdictCache
 from turnwise.rewards.spec import parse_rewards
@@ -32,6 +37,7 @@ POLICY = "policy"  # the judge is the policy that is trained
 FIRST_ERROR = "first_error:"  # begins the value that names the folder of a reward model of first wrong steps
 CACHE = "judge.sqlite"
 PARALLEL = 16
+DUMMY = "I do not know."  # an answer to try reward functions on
 PROBE = ({"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes"})
 
 
@@ -50,17 +56,39 @@ def _open_functions(settings: Settings, objects: Mapping[str, Callable[..., Any]
 
 
 def check_reward_functions(settings: Settings, env_class: type, objects: Mapping[str, Callable[..., Any]]) -> None:
-    """Load every reward function once, and refuse what cannot be called with the columns there are."""
-    if settings.uses_prompts:
-        columns = prompt_data(settings).columns
+    """Load every reward function once, and refuse what cannot be called with the columns there are; or what fails on the first
+    row, where there are rows: it would fail on all of them after the model was loaded."""
+    data = prompt_data(settings) if settings.uses_prompts else None
+    if data is not None:
+        columns = data.columns
     else:
         columns = frozenset((*TASK_COLUMNS, *(("answer", "ground_truth") if overrides(env_class, "answer") else ())))
     functions = _open_functions(settings, objects)
     try:
         check_rewards(functions, columns)
+        if data is not None and settings.reward_failure == "fail":
+            _try_rewards(functions, data.file, settings.reward_seconds)
     finally:
         for function in functions:
             function.close()
+
+
+def _try_rewards(functions: Sequence[RewardFunction], file: PromptFile, seconds: float) -> None:
+    """Score the reference answer of the first row, where it has one, and a dummy: two, since a list must be as long."""
+    row = file.rows[0]
+    texts = (DUMMY if row.answer is None else row.answer, DUMMY)
+    samples = tuple(AnswerSample(text, [{"role": "assistant", "content": text}]) for text in texts)
+    answers = AnswerGroup(row.prompt if isinstance(row.prompt, str) else list(row.prompt), samples, row.columns)
+    for function in functions:
+        score = partial(call_here, function.score, seconds=seconds) if function.runs_here else function.score
+        with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop, and a function may start one
+            outcomes = thread.submit(score, answers).result()
+        for text, outcome in zip(texts, outcomes):
+            if outcome.fault:
+                raise SettingError(
+                    f"reward {function.spec.label!r} fails on the first row (line {row.line} of {file.path}) with the answer "
+                    f"{text!r:.60}: {outcome.fault}; mend the function, or write --reward-failure 0 to give 0 where it fails"
+                )
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ from turnwise.training.engines import check_resumed_memory
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
 from turnwise.training.plan import EnvSpec, GivenObjects, RunPlan
-from turnwise.training.refusals import LOADED, check_model_name, rank_places, refuse, staleness_notes
+from turnwise.training.refusals import LOADED, check_model_name, held_out_note, rank_places, refuse, staleness_notes
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
 from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
 from turnwise.training.summary import RunSummary, evaluation_metrics, write_cards
@@ -132,9 +132,9 @@ class Trainer:
         machine = engines.describe_machine(self.settings, self.threads)
         for text in changes_since_start(self.run_dir, machine):
             self.events.message(text, "warning")
-        for text in self.notes:
+        for text in (*self.notes, *self.plan.data.messages()):
             self.events.message(text)
-        for level, text in staleness_notes(self.settings, self.recipe):
+        for level, text in (*held_out_note(self.plan), *staleness_notes(self.settings, self.recipe)):
             self.events.message(text, level)
         if self.threads and engines.select_device(self.settings).type == "cpu":
             self.events.message(f"CPU threads: {self.threads}")
@@ -169,7 +169,7 @@ class Trainer:
         with engines.closing(learner, generator), rewards as functions, judging as self.judge:
             self.scorer = chained(functions, self.judge)
             judge = [self.judge.describe()] if self.judge else []
-            for text in (*self.plan.data.messages(), *describe_functions(functions), *judge):
+            for text in (*describe_functions(functions), *judge):
                 self.events.message(text)
             return self.stop.run_loop(self._learn(learner, generator, tokenizer))
 
