@@ -31,7 +31,7 @@ def test_rewards_have_intervals_and_success_is_absent_where_nobody_reports_it():
     ]
     found = evaluation(rows).summary()
     json.dumps(found, allow_nan=False)
-    assert found["success"] is None and found["interval"] is None and "no success" in found["note"]
+    assert found["success"] is None and found["interval"] is None and "what is a success" in found["note"]
     assert found["reward"] == pytest.approx((0.1 + 0.5 + 1.4 + 1.8) / 4)
     low, high = found["reward_interval"]
     assert low < found["reward"] < high
