@@ -41,7 +41,7 @@ WHO = {
     "local generator": [*CALCULATOR, "--generator", "local"],
 }
 ROOM = 64 << 20  # bytes of a disk or of shared memory that is filled
-BEFORE = "ended before"  # the moment: not counted
+BEFORE = "not met"  # the run was over at that moment, or had no such process yet: not counted
 Release = Callable[[], None]
 
 
@@ -90,10 +90,10 @@ def family(pid: int) -> list[int]:
     return pids
 
 
-def _limits(kind: int, amount: Callable[[int], int]) -> Callable[[int, Path, Attempt, random.Random], Release]:
+def _limits(kind: int, amount: Callable[[int], int]) -> Callable[[int, Path, Attempt, random.Random], Release | None]:
     """Every process of the run gets the limit ``amount(pid)``, as if its user had given it so."""
 
-    def starve(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release:
+    def starve(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
         before = {}
         for one in family(pid):
             with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def _used(kind: int, pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize() if kind == resource.RLIMIT_AS else 0
 
 
-def _processes(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release:
+def _processes(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
     group = PIDS / f"turnwise-trial-{pid}"
     group.mkdir()
     pids = family(pid)
@@ -132,11 +132,11 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _disk(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release:
+def _disk(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
     return _fill(out / "ballast", attempt)
 
 
-def _shared_memory(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release:
+def _shared_memory(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
     return _fill(Path(f"/proc/{pid}/root/dev/shm/ballast"), attempt)  # of its own mount namespace
 
 
@@ -147,27 +147,27 @@ def _fill(ballast: Path, attempt: Attempt) -> Release:
     return lambda: ballast.unlink(missing_ok=True)
 
 
-def _kill(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release:
-    if children := family(pid)[1:]:
-        _signal(rng.choice(children), signal.SIGKILL)
+def _kill(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
+    if not (children := family(pid)[1:]):
+        return None
+    _signal(rng.choice(children), signal.SIGKILL)
     return lambda: None
 
 
-def _stop(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release:
-    children = family(pid)[1:]
-    child = rng.choice(children) if children else 0
-    _signal(child, signal.SIGSTOP)
+def _stop(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
+    if not (children := family(pid)[1:]):
+        return None
+    _signal(child := rng.choice(children), signal.SIGSTOP)
     return lambda: _signal(child, signal.SIGCONT)
 
 
 def _signal(pid: int, number: int) -> None:
-    if pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 PIDS = Path("/sys/fs/cgroup/pids")
-WHAT: dict[str, Callable[[int, Path, Attempt, random.Random], Release]] = {
+WHAT: dict[str, Callable[[int, Path, Attempt, random.Random], Release | None]] = {
     "open files": _limits(resource.RLIMIT_NOFILE, lambda pid: 60),
     "memory": _limits(resource.RLIMIT_AS, lambda pid: 300 << 20),
     "size of files": _limits(resource.RLIMIT_FSIZE, lambda pid: 400_000),
@@ -246,7 +246,8 @@ class Bench:
             try:
                 if starved := self._reach(process, folder, attempt):
                     release = WHAT[attempt.what](process.pid, folder / "out", attempt, rng)
-                    if attempt.lasts:
+                    starved = release is not None  # it may have no process of its own yet
+                    if attempt.lasts and release is not None:
                         process.join(attempt.lasts)
                         release()
                 ended = self._ended(process, folder)
