@@ -40,7 +40,7 @@ killed or stopped. Who, what, the moment and how long are drawn from a grammar, 
 status other than 0. *Ran*: exit status 0. Either way every group that was trained on is whole; a run with status 0 that gave no
 group up has the weights of one that was not starved, bit for bit. A biased batch, a hang, a traceback and an end without a
 message are faults. *Not met*: the run was over, or had no such process, at the drawn moment; not counted. Nobody tried:
-`--ranks` or Ray, a served judge, tools behind MCP, or a processor that is only slow.""",
+`--ranks` or Ray, a served judge, tools behind MCP, or a processor that is only slow. This part was tried on ARM64.""",
 }
 INTRO = """# Trial
 
