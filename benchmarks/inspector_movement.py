@@ -41,7 +41,7 @@ def second_opinion(run: RunReader, step: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", default="")
-    path = parser.parse_args().run or turnwise.train(out=tempfile.mkdtemp(), quiet=True)["run"]
+    path = parser.parse_args().run or turnwise.train(remeasure_tokens=512, out=tempfile.mkdtemp(), quiet=True)["run"]
     with RunReader(path) as run:
         rows, steps = list[tuple[float, ...]](), run.kept_steps()
         for step in steps:

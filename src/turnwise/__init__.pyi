@@ -134,7 +134,7 @@ def train(
     checkpoint_every: int = 20,  # steps between checkpoints
     keep_checkpoints: int = 2,  # number of checkpoints to keep
     keep_tokens: int = 200,  # newest steps whose numbers of each token `turnwise view` can explain; 0: none
-    remeasure_tokens: int = 512,  # of such a step, tokens whose log-probability is measured again after it, in whole groups; 0: none
+    remeasure_tokens: int = 128,  # of such a step, tokens whose log-probability is measured again after it, in whole groups; 0: none
     profile: bool = False,  # time and trace a few steps; write profile.md and trace.json.gz to the run directory
     trackers: tuple[str, ...] = ('tensorboard',),  # trackers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio
     learning_rate: float = ...,  # TRL's name of lr

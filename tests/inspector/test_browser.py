@@ -1,4 +1,4 @@
-"""The ten views in a real browser: chromium drives them over real small runs of every kind and a run of hostile texts.
+"""The views in a real browser: chromium drives them over real small runs of every kind and a run of hostile texts.
 
 Needs the package playwright and a chromium (Debian: apt-get install chromium); skipped where one is missing. Run it with
 ``python -m pytest tests/inspector/test_browser.py``.
@@ -16,7 +16,7 @@ import turnwise
 from turnwise.cli import sharing as export
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.inspector.page.serving import InspectorApp
-from turnwise.inspector.page.views.table import VIEWS
+from turnwise.inspector.page.views.table import KEYS, VIEWS
 from turnwise.inspector.queries import RunReader
 from turnwise.store.ledger import SqliteLedger
 from turnwise.store.rundir import RunDir
@@ -126,8 +126,8 @@ def page(browser_page):
 @pytest.mark.parametrize("name", NAMES)
 def test_all_views_open_by_key_at_three_sizes(site, page, name):
     page.goto(f"{site}/r/{NAMES.index(name)}/overview")
-    for key, (view, (title, _)) in enumerate(VIEWS.items(), 1):
-        page.keyboard.press(str(key % 10))
+    for key, (view, (title, _)) in zip(KEYS, VIEWS.items(), strict=True):
+        page.keyboard.press(key)
         page.wait_for_url(f"**/r/{NAMES.index(name)}/{view}")
         assert page.locator("h1").inner_text() == title
         assert page.locator(".blocks > *").count() > 0
@@ -146,11 +146,13 @@ def test_a_click_on_a_token_explains_it(site, page, name):
     page.goto(f"{site}/r/{NAMES.index(name)}/why")
     page.locator("a.tok").first.click()
     assert page.get_by_role("heading", name="Factors").count() == 1
-    assert "equals what the step stored" in page.locator(".note.good").inner_text()
+    page.wait_for_url("**token=0**")
+    assert "equals the one that the step applied" in page.locator(".note.good").inner_text()
     page.keyboard.press("ArrowRight")
     page.wait_for_url("**token=1**")
-    page.go_back()
+    page.keyboard.press("ArrowLeft")
     page.wait_for_url("**token=0**")
+    assert page.faults == []
 
 
 @pytest.mark.parametrize("name", ["single-turn", "tools", "self-play", "tree"])
@@ -159,7 +161,7 @@ def test_another_method_is_chosen(site, page, name):
     page.locator("select[name=method]").select_option("rloo")
     page.wait_for_url("**method=rloo**")
     text = page.locator("main").inner_text()
-    assert "cosine of the two token gradients" in text and "Slots that differ" in text
+    assert "cosine of the pushes on all tokens" in text and "Slots that differ" in text
 
 
 def test_forked_rollouts_are_drawn_as_trees(site, page):
@@ -190,6 +192,32 @@ def test_keys_search_theme_and_another_method(site, page):
     page.locator("select[name=method]").select_option("reinforce")
     page.wait_for_url("**method=reinforce**")
     assert "cosine" in page.locator("main").inner_text()
+
+
+def test_a_chart_shows_the_step_under_the_pointer_and_opens_it(site, page):
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.goto(f"{site}/r/{NAMES.index('tools')}/overview")
+    chart = page.locator("svg[data-series]").first
+    chart.scroll_into_view_if_needed()
+    assert chart.locator(".probe text").count() == 0
+    chart.hover(position={"x": 80, "y": 60})
+    assert chart.locator(".probe text").first.inner_html() == "step 1"
+    assert float(chart.locator(".probe text").last.inner_html()) >= 0
+    page.mouse.move(0, 0)
+    assert chart.locator(".probe text").count() == 0
+    chart.click(position={"x": 80, "y": 60})
+    page.wait_for_url("**/step?step=1")
+    assert page.faults == []
+
+
+def test_failures_lead_to_their_transcripts(site, page):
+    page.goto(f"{site}/r/{NAMES.index('tools')}/overview")
+    page.keyboard.press("f")
+    page.wait_for_url("**/failures")
+    page.locator("section:has(h2:text-is('How episodes failed')) td a").first.click()
+    page.wait_for_url("**/why?trajectory=**")
+    assert page.locator(".transcript").count() > 0
+    assert page.faults == []
 
 
 def test_hostile_texts_do_nothing(site, page):

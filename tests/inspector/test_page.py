@@ -1,5 +1,6 @@
 """The page as data, as HTML and over HTTP: every view of a real run, hostile texts, the token, and nothing outside the run."""
 
+import html as html_module
 import json
 import math
 import re
@@ -13,13 +14,13 @@ from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
 from turnwise.errors import SettingError
 from turnwise.inspector.factors.movement import agreement, pushes_in_context
 from turnwise.inspector.factors.stored_step import StoredStep
-from turnwise.inspector.page.blocks import ViewQuery, as_json
+from turnwise.inspector.page.blocks import DataTable, ViewQuery, as_json, curves
 from turnwise.inspector.page.render import render_export, render_page
 from turnwise.inspector.page.serving import export_view, find_runs, view_json
 from turnwise.inspector.page.views.groups import classify
 from turnwise.inspector.page.views.opening import telling_step
 from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
-from turnwise.inspector.page.views.tokens import movement_sentence, push_sentence
+from turnwise.inspector.page.views.tokens import impossible_methods, movement_sentence, push_sentence
 from turnwise.inspector.queries import RunReader, StepMetrics, TaskRow
 from turnwise.observe.charts import LineChart, Series, line_chart
 from turnwise.store.ledger import SqliteLedger
@@ -253,3 +254,60 @@ def test_requests_stay_inside_the_run(client):
     assert client.get("/r/0/step?step=x").status_code == 400
     assert client.post("/r/0/overview").status_code == 405
     assert "attachment" in client.get("/r/0/export/overview").headers["content-disposition"]
+
+
+def played(name, answer, success=False):
+    messages = ({"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer})
+    return Trajectory(name, Task("sum", 1), (Turn((1,), (2,)),), messages=messages, success=success)
+
+
+def test_failures_are_counted_by_cause_and_equal_transcripts_are_one_row(tmp_path):
+    folder = RunDir.create(tmp_path, "failing", {"method": "grpo", "env": "sum"})
+    first = [played("0.0", "5"), played("0.1", "5"), played("0.2", "6")]
+    steps = {0: first, 1: [played("1.0", "4", True), played("1.1", "7")]}
+    with SqliteLedger(folder.ledger) as ledger:
+        for step, members in steps.items():
+            ledger.issue(f"g{step}", members[0].task, 0, step)
+            ledger.finish(Group(f"g{step}", members[0].task, tuple(members)), step)
+            ledger.drop(f"g{step}", "test", step)
+    folder.metrics.write_text("".join(json.dumps({"step": n + 1, "seconds": 1.0}) + "\n" for n in steps))
+    row = {"task": "sum/held_out/1/9", "success": False, "reward": 0.0, "messages": played("", "5").messages}
+    for when, failed in (("before", {"failure": "ran out of turns"}), ("after", {"success": True})):
+        (folder.path / f"evaluation_{when}.json").write_text(json.dumps({"summary": {}, "rows": [{**row, **failed}]}))
+    with RunReader(folder.path) as run:
+        facts, causes, *examples = show_view("failures", run, ViewQuery()).blocks
+        assert dict(facts.rows) == {
+            "held-out before": "1 of 1", "held-out after": "0 of 1", "training, step 1": "3 of 3", "training, step 2": "1 of 2",
+        }  # fmt: skip
+        assert [r[0] for r in causes.rows] == ["wrong answer, no tool called", "ran out of turns"]
+        assert causes.rows[0][1:5] == ("0", "0", "3 (100 %)", "1 (50 %)")
+        assert [r[1] for r in examples[0].rows] == [1, 2, 1]
+        assert examples[0].rows[1][0].href == "why?trajectory=0.1"
+        assert any(getattr(b, "title", "") == "How episodes failed" for b in show_view("overview", run, ViewQuery()).blocks)
+        sides = show_view("failures", run, ViewQuery.parse({"trajectory": "before.0"})).blocks[-1]
+        assert "ran out of turns" in sides.left[0].about and "solved" in sides.right[0].about
+        for name in ("after.1", "after.x", "before.²", "else.0", "after." + "1" * 400):
+            note = show_view("failures", run, ViewQuery.parse({"trajectory": name})).blocks[0]
+            assert "no held-out episode" in note.text
+
+
+def test_what_if_opens_on_a_method_that_the_run_can_compute(trained):
+    choice = next(b for b in show_view("what-if", trained, ViewQuery()).blocks if getattr(b, "name", "") == "method")
+    assert choice.value not in impossible_methods(trained, 1) and choice.value != trained.settings["method"]
+
+
+def test_a_line_chart_carries_its_points_for_the_script_and_an_export_none():
+    chart = LineChart("<b>", (Series('"x"', [1.0, 2.0, 3.0], [0.5, float("nan"), 2.0]),))
+    text = str(line_chart(chart))
+    (points,) = re.findall(r'data-series="([^"]*)"', text)
+    (series,) = json.loads(html_module.unescape(points))
+    assert series["name"] == '"x"' and [p[:2] for p in series["points"]] == [[1.0, "0.5"], [3.0, "2"]]
+    assert "data-series" not in line_chart(chart, live=False)
+
+
+def test_a_page_shows_no_empty_column_and_no_chart_of_rounding():
+    table = DataTable("t", ("a", "b", "c"), [(1, "", None), (0, "", None)])
+    assert table.filled == [0] and DataTable("t", ("a", "b"), []).filled == [0, 1]
+    rows = [StepMetrics(n, 0.0, {"noise": 1e-13 * n, "real": 0.1 * n}) for n in range(3)]
+    chart, note = curves(rows, [("noise", "Noise", ""), ("real", "Real", "")])
+    assert chart.title == "Real" and "Noise" in note.text

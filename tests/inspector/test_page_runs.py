@@ -1,4 +1,4 @@
-"""The ten views over runs of other kinds: rows of a file without rollouts, a run that crashed, trees of forked rollouts."""
+"""The views over runs of other kinds: rows of a file without rollouts, a run that crashed, trees of forked rollouts."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ class OutputSection:
     keep_checkpoints: Positive = setting(2, "number of checkpoints to keep")
     keep_tokens: Count = setting(200, "newest steps whose numbers of each token `turnwise view` can explain; 0: none")
     remeasure_tokens: Count = setting(
-        512, "of such a step, tokens whose log-probability is measured again after it, in whole groups; 0: none"
+        128, "of such a step, tokens whose log-probability is measured again after it, in whole groups; 0: none"
     )
     profile: bool = setting(
         False, "time and trace a few steps; write profile.md and trace.json.gz to the run directory"

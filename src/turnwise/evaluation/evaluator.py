@@ -22,6 +22,7 @@ from turnwise.core.records import Group, Status, Stop, Task, Trajectory
 from turnwise.core.retries import LOST_SHARE, lost_in, tried
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import EnvironmentFault, HostFault
+from turnwise.evaluation.failures import failure
 from turnwise.maths import statistics
 
 NO_SUCCESS = "neither environment nor rewards say what is a success, so success, pass@k and majority@k are not measured"
@@ -107,6 +108,7 @@ class Evaluation:
                 "success": bool(first.success) if reported else None,
                 "reward": first.reward,
                 **({"rewards": dict(first.rewards)} if first.rewards else {}),
+                **({"failure": cause} if (cause := failure(first)) else {}),
                 "messages": list(first.messages),
             }
             for task, (first, *_) in zip(self.tasks, self.trajectories)

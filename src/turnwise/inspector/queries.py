@@ -268,6 +268,15 @@ class RunReader:
             stored |= {one: decode(row["record"], row["tokens"]) for one, row in newest.items()}
         return stored
 
+    def episodes_of(self, first: int, last: int, limit: int) -> list[Trajectory]:
+        """The trajectories of some steps, at most ``limit``, without their tokens."""
+        sql = (
+            "SELECT t.record FROM trajectories t JOIN groups g ON g.row = t.owner"
+            f" WHERE {LIVE} AND g.step BETWEEN ? AND ? ORDER BY t.row LIMIT ?"
+        )
+        rows = self.database.fetch_all(sql, (first - 1, last - 1, limit))
+        return [decode(row["record"], None) for row in rows]
+
     def count_trajectories(self) -> tuple[int, int]:
         """Numbers of trajectories and of sampled tokens."""
         sql = "SELECT count(*), coalesce(sum(t.sampled), 0) FROM trajectories t JOIN groups g ON g.row = t.owner WHERE "

@@ -1,13 +1,15 @@
 """Charts: one module for both of their forms.
 
-In the page of ``turnwise view`` a chart is SVG text: only numbers and escaped labels enter it, colours are CSS classes that
-follow the page's light or dark theme, and tips and links work without a script; a plotting library would fix the colours or add a
-script of its own. ``curves.png`` of a run directory is a picture, because notebooks and model cards show one where they drop SVG:
-there Matplotlib draws, and it is imported only then. Does not know how a number was computed.
+In the page of ``turnwise view`` a chart is SVG text: only numbers and escaped labels enter it, and colours are CSS classes that
+follow the page's light or dark theme; the page's script reads the points of a line chart from an attribute to show the one under
+the pointer. A plotting library would fix the colours or add a script of its own. ``curves.png`` of a run directory is a picture,
+because notebooks and model cards show one where they drop SVG: there Matplotlib draws, and it is imported only then. Does not
+know how a number was computed.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,8 +138,8 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(first + i * step, digits) for i in range(int((high - first) / step + 1e-9) + 1)]
 
 
-def line_chart(chart: LineChart) -> Markup:
-    """Lines over steps, each with its interval as a band."""
+def line_chart(chart: LineChart, live: bool = True) -> Markup:
+    """Lines over steps, each with its interval as a band. ``live``: with the points that the page's script shows."""
     thinned = []
     for s in chart.series:
         if len(s.x):
@@ -149,7 +151,8 @@ def line_chart(chart: LineChart) -> Markup:
     x0, x1 = min(min(s.x) for s in thinned), max(max(s.x) for s in thinned)
     y0, y1 = min(values), max(values)
     # a constant line gets a range, too
-    pad = (y1 - y0) * 0.05 or abs(y1) * 0.1 or 1.0
+    flat = y1 - y0 <= NOISE * abs(y1)  # constant but for rounding
+    pad = abs(y1) * 0.1 or 1.0 if flat else (y1 - y0) * 0.05
     y0, y1 = (0.0 if 0 <= y0 < 0.3 * y1 or y0 == y1 == 0 else y0 - pad), y1 + pad
     px = lambda x: LEFT + (x - x0) / max(x1 - x0, 1e-9) * (WIDTH - LEFT - RIGHT)  # noqa: E731
     py = lambda y: HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - BOTTOM - TOP)  # noqa: E731
@@ -175,7 +178,14 @@ def line_chart(chart: LineChart) -> Markup:
         if finite:
             a, b = finite[-1].split(",")
             parts.append(f'<circle class="dot c{i % 6}" cx="{a}" cy="{b}" r="2.5"/>')
-    return _svg(WIDTH, HEIGHT, parts, chart.title)
+    shown = [
+        {
+            "name": s.name,
+            "points": [[x, number(y), round(px(x), 1), round(py(y), 1)] for x, y in zip(s.x, s.y) if math.isfinite(y)],
+        }
+        for s in thinned
+    ]
+    return _svg(WIDTH, HEIGHT, parts, chart.title, points=json.dumps(shown) if live else "")
 
 
 def heat_map(chart: HeatMap) -> Markup:
@@ -221,7 +231,7 @@ def timeline(chart: Timeline) -> Markup:
                 f'<rect class="seg {escape(kind)}" x="{left + start * scale:.1f}" y="{y}"'
                 f' width="{max(0.5, length * scale):.1f}" height="{row - 4}"><title>{escape(tip)}</title></rect>'
             )
-    return _svg(width, 24 + row * len(chart.rows), parts, chart.title)
+    return _svg(width, 24 + row * len(chart.rows), parts, chart.title, natural=True)
 
 
 def fork_tree(chart: ForkDiagram, linked: bool = True) -> Markup:
@@ -274,9 +284,12 @@ def _cell_text(cell: Cell) -> str:
     return printable_line(cell.text if isinstance(cell, Link) else number(cell))
 
 
-def _svg(width: float, height: float, parts: Sequence[str], title: str, natural: bool = False) -> Markup:
+def _svg(
+    width: float, height: float, parts: Sequence[str], title: str, natural: bool = False, points: str = ""
+) -> Markup:
     """``natural``: drawn at its own size, beside scroll bars where that is wider than the page; otherwise as wide as its card."""
     size = f' width="{width:.0f}" height="{height:.0f}"' if natural else ""
+    size += f' data-series="{escape(points)}"' if points else ""
     label = escape(printable_line(title))
     head = f'<svg class="chart" role="img" viewBox="0 0 {width:.0f} {height:.0f}"{size} aria-label="{label}">'
     return Markup(head + "".join(parts) + "</svg>")
@@ -396,11 +409,15 @@ def _evaluations(axes: Any, rows: Sequence[Mapping[str, Any]], metric: str, spec
     if len(steps) == 0:
         return
     axes.plot(steps, values, linestyle="none", marker="D", markersize=4.5, color=ORANGE, label="evaluation", zorder=4)
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
     words = {"textcoords": "offset points", "fontsize": 8.5, "color": ORANGE, "fontweight": "bold", "zorder": 6}
     for index, name in ((0, "before"), (-1, "after"))[: len(steps)]:
         axes.plot(steps[index], values[index], "D", markersize=8, color=ORANGE, markeredgecolor="white", zorder=5)
         side, offset = ("left", -4) if index == 0 else ("right", 4)
         text = f"{name} {format(values[index], spec)}"
-        axes.annotate(text, (steps[index], values[index]), xytext=(offset, 9), ha=side, bbox=box, **words)
+        # on the side of the marker where the line is not
+        _, near = _series(rows, metric.removeprefix("eval/"))
+        near = near[: len(near) // 5 + 1] if index == 0 else near[-(len(near) // 5) - 1 :]
+        up, base = (-9, "top") if len(near) and near.mean() >= values[index] else (9, "bottom")
+        axes.annotate(text, (steps[index], values[index]), xytext=(offset, up), ha=side, va=base, **words)
+    axes.margins(y=0.18)
     axes.legend(fontsize=7.5, frameon=False, loc="lower right")

@@ -7,13 +7,13 @@ Texts are plain text here. Only the template turns them into HTML, and it escape
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from turnwise.errors import SettingError
 from turnwise.inspector.queries import StepMetrics
-from turnwise.observe.charts import Cell, LineChart, Link, Series
+from turnwise.observe.charts import NOISE, Cell, LineChart, Link, Series
 
 WHOLE = ("step", "token", "update", "offset")
 
@@ -69,6 +69,12 @@ class DataTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     about: str = ""
+
+    @property
+    def filled(self) -> list[int]:
+        """The columns that say something in some row: a page shows no others."""
+        blank = ("", None)
+        return [i for i in range(len(self.columns)) if not self.rows or any(row[i] not in blank for row in self.rows)]
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ class Choice:
     options: Sequence[str] = ()
     keep: Mapping[str, Any] = field(default_factory=dict)  # other parameters of the view
     impossible: Mapping[str, str] = field(default_factory=dict)  # options that cannot be chosen, and why
+    about: str = ""  # why this value stands there, if the view chose it
 
 
 @dataclass(frozen=True)
@@ -145,8 +152,8 @@ class ViewPage:
     empty: Mapping[str, str] = field(default_factory=dict)  # views that have nothing to show of this run, and why
 
 
-def step_choice(step: int, steps: Sequence[int], keep: Mapping[str, Any] | None = None) -> Choice:
-    return Choice("step", "step", str(step), [str(s) for s in steps], keep or {})
+def step_choice(step: int, steps: Sequence[int], keep: Mapping[str, Any] | None = None, about: str = "") -> Choice:
+    return Choice("step", "step", str(step), [str(s) for s in steps], keep or {}, about=about)
 
 
 def token_link(text: str, trajectory: str, step: int, token: int, colour: str = "") -> Link:
@@ -155,14 +162,18 @@ def token_link(text: str, trajectory: str, step: int, token: int, colour: str = 
     return Link(text, "why", {"trajectory": trajectory, "step": step, "token": token, **keep})
 
 
-def curves(metrics: Sequence[StepMetrics], wanted: Sequence[tuple[str, str, str]]) -> list[LineChart]:
-    """One chart for each metric of ``wanted`` (name, title, what it means) that has two values or more."""
-    charts = []
+def curves(metrics: Sequence[StepMetrics], wanted: Sequence[tuple[str, str, str]]) -> Iterator[LineChart | Note]:
+    """One chart for each metric of ``wanted`` (name, title, what it means) that has two values or more. What is 0 but for
+    rounding in every step is named in one sentence: its chart would be an empty frame, or noise on an axis of its own."""
+    nothing = []
     for name, title, about in wanted:
         x, y = points(metrics, name)
-        if len(x) > 1:
-            charts.append(LineChart(title, (Series(title, x, y),), about))
-    return charts
+        if len(x) > 1 and max(map(abs, y)) < NOISE:
+            nothing.append(title)
+        elif len(x) > 1:
+            yield LineChart(title, (Series(title, x, y),), about)
+    if nothing:
+        yield Note(f"0 in every step, or below {NOISE:g}: {'; '.join(nothing)}.")
 
 
 def points(metrics: Sequence[StepMetrics], name: str) -> tuple[list[float], list[float]]:

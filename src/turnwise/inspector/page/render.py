@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from turnwise.core.text import printable, printable_line
 from turnwise.inspector.page.blocks import ViewPage, as_json
-from turnwise.inspector.page.views.table import VIEWS
+from turnwise.inspector.page.views.table import KEYS, VIEWS
 from turnwise.observe import charts
 from turnwise.observe.charts import Link
 
@@ -66,7 +66,7 @@ def bar_width(value: float, values: Sequence[float]) -> str:
 
 def render_page(page: ViewPage, run: str, runs: Sequence[tuple[str, str]], live: bool = False) -> str:
     """``runs``: address and name of each run of the server."""
-    views = [(name, title) for name, (title, _) in VIEWS.items()]
+    views = [(name, title, key) for (name, (title, _)), key in zip(VIEWS.items(), KEYS, strict=True)]
     template = environment().get_template("page.html")
     return template.render(page=page, run=run, runs=runs, views=views, live=live, exported=False, style="", data="")
 

@@ -31,8 +31,7 @@ def prompts(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         "dropped": counts.dropped,
     }  # fmt: skip
     flat = sum(row.without_spread for row in flow)
-    yield FactList("Groups", [("issued", counts.issued), *states.items(), ("without spread of rewards", flat)])
-    yield BarChart("Groups by state", list(states), [float(n) for n in states.values()])
+    yield FactList("Groups", [("issued", counts.issued), *states.items(), ("with equal rewards", flat)])
     if counts.reasons:
         reasons = dict(list(counts.reasons.items())[:REASONS])
         yield BarChart("Dropped groups by reason", list(map(str, reasons)), [float(n) for n in reasons.values()])
@@ -44,7 +43,7 @@ def prompts(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         by_step[row.step] += Counter({row.state: row.groups, "flat": row.without_spread})
     steps = sorted(by_step)
     if len(steps) > 1:
-        lines = {"trained": "trained", "dropped": "dropped", "without spread": "flat"}
+        lines = {"trained": "trained", "dropped": "dropped", "equal rewards": "flat"}
         x = [float(s) for s in steps]
         series = [Series(name, x, [float(by_step[s][key]) for s in steps]) for name, key in lines.items()]
         yield LineChart("Groups by step", series)
@@ -52,7 +51,7 @@ def prompts(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     table: list[tuple[Cell, ...]] = [
         (Link(str(s), "step", {"step": s}), *(by_step[s][key] for key in keys)) for s in reversed(steps[-STEPS:])
     ]
-    columns = ("step", "trained", "dropped", "finished", "in flight", "without spread")
+    columns = ("step", "trained", "dropped", "finished", "in flight", "equal rewards")
     yield DataTable("Steps", columns, table, f"newest first, at most {STEPS}")
 
 
@@ -72,11 +71,20 @@ def tasks(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     about = f"first and last third of a task's visits: low is at most {LOW:.0%}, high at least {HIGH:.0%}"
     yield DataTable("Tasks by history", ("history", "tasks"), sorted(Counter(kinds.values()).items()), about)
     yield _by_difficulty(judged)
-    often = sorted(visits.items(), key=lambda item: (kinds[item[0]] == "seen once", -len(item[1]), item[0]))[:TASKS]
-    yield _heat(often)
-    columns = ("task", "history", "visits", "first", "last", "reward")
-    table = [(name, kinds[name], len(h), _rate(h[:1]), _rate(h[-1:]), h[-1].reward) for name, h in often]
-    yield DataTable("Tasks", columns, table, f"most visited first, at most {TASKS}")
+    often = sorted(visits.items(), key=lambda item: (-len(item[1]), _rate(item[1][-1:]), item[0]))[:TASKS]
+    # a task that is drawn once is one cell in a row of its own: sixty of them draw no history
+    if len(often[0][1]) > 1:
+        yield _heat(often)
+    columns = ("task", "history", "visits", "first", "last", "reward", "last step")
+    table = [
+        (
+            Link(name, "search", {"search": name.rsplit("/", 1)[-1]}),  # its seed: the key is not in the records
+            kinds[name], len(h), _rate(h[:1]), _rate(h[-1:]), h[-1].reward,
+            Link(str(h[-1].step), "step", {"step": h[-1].step}),
+        )
+        for name, h in often
+    ]  # fmt: skip
+    yield DataTable("Tasks", columns, table, f"most visited first, then the worst; at most {TASKS}")
 
 
 def _rate(rows: Sequence[TaskRow]) -> float:
@@ -140,7 +148,7 @@ def _heat(histories: Sequence[tuple[str, list[TaskRow]]]) -> HeatMap:
 
 
 def reward(run: RunReader, query: ViewQuery) -> Iterator[Any]:
-    """Signs that the policy serves the reward and not the task."""
+    """Signs that the policy games the reward instead of solving the task."""
     outcomes = run.step_outcomes()
     if not outcomes:
         yield Note("No trajectory has finished yet.")
@@ -154,7 +162,7 @@ def reward(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         about = "near 1: nothing is left to learn from it"
         yield LineChart("Share of trajectories with the highest reward", (series,), about)
         series = Series("tokens", x, [o.tokens / max(1, o.trajectories) for o in outcomes])
-        yield LineChart("Tokens per trajectory", (series,), "drift of length without drift of success")
+        yield LineChart("Tokens per trajectory", (series,), "a drift while success stands still is a warning sign")
         metrics = run.metrics()
         names = {n for row in metrics for n in row.values if n.startswith("reward/") and n != "reward/mean"}
         if names:
@@ -182,7 +190,7 @@ def _paid(run: RunReader, step: int) -> Iterator[Any]:
         ("highest reward", best),
         ("share with the highest reward", float((rewards == best).mean())),
         ("correlation of reward and length", float(np.corrcoef(rewards, lengths)[0, 1]) if both else float("nan")),
-        ("paid the highest reward without success", len(paid)),
+        ("highest reward without success", len(paid)),
     ]
     yield FactList(f"Step {step}", facts)
     if paid:
@@ -210,8 +218,10 @@ def _oddities(run: RunReader, rows: Sequence[TrajectoryRow], members: dict[str, 
         if reasons and (row.reward or 0.0) >= 0.9 * best:
             link = Link(row.id, "why", {"trajectory": row.id})
             odd.append((link, row.reward, reasons, row.tokens, _last_words(run, members[row.id])))
-    columns = ("trajectory", "reward", "odd", "tokens", "last words")
-    return DataTable("Best-paid oddities", columns, odd[:ODD], "paid at least 90 % of the highest reward of the step")
+    columns = ("trajectory", "reward", "unusual", "tokens", "last words")
+    return DataTable(
+        "Unusual episodes with a high reward", columns, odd[:ODD], "at least 90 % of the highest reward of the step"
+    )
 
 
 def _last_words(run: RunReader, trajectory: Trajectory) -> str:

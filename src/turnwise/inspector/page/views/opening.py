@@ -35,14 +35,16 @@ def opened_step(run: RunReader, query: ViewQuery, steps: Sequence[int]) -> int:
 
 def step_header(run: RunReader, query: ViewQuery, step: int, steps: Sequence[int]) -> Iterator[object]:
     """The choice of a step; where the view chose it, why this one and not the last."""
-    yield step_choice(step, steps, {"method": query.method} if query.method else {})
+    keep = {"method": query.method} if query.method else {}
     if query.step > 0 or not steps or step == steps[-1]:
+        yield step_choice(step, steps, keep)
         return
     rows = {row.step: row for row in run.metrics() if row["groups/zero_variance"] is not None}
     spread = 1.0 - float(rows[step]["groups/zero_variance"] or 0.0) if step in rows else 0.0
-    most = f"in {100 * spread:.0f} % of its groups the siblings had different rewards, the most of any step"
-    text = f"Opened on step {step}: {most}."
-    yield Note(f"{text} {solved_sentence(run) or last_step_sentence(rows.get(steps[-1]))}".strip())
+    about = f"opened here because siblings had different rewards in {100 * spread:.0f} % of its groups, the most of any step"
+    yield step_choice(step, steps, keep, about)
+    if sentence := solved_sentence(run) or last_step_sentence(rows.get(steps[-1])):
+        yield Note(sentence)
 
 
 def last_step_sentence(last: StepMetrics | None) -> str:
@@ -72,11 +74,17 @@ def opened_token(run: RunReader, query: ViewQuery) -> tuple[int, str, int]:
     peaks = []
     for update in updates_of(run, step):
         sizes = np.nan_to_num(np.abs(logit_pushes(update)))
+        measured = np.isfinite(update.columns.get("after", np.full(len(sizes), np.nan)))
         ends = np.cumsum(update.sizes)
         for one, end, size in zip(update.trajectories, ends.tolist(), update.sizes):
             if size and name in ("", one):
-                at = int(sizes[end - size : end].argmax())
-                peaks.append((float(sizes[end - size + at]), one, at))
+                at = (
+                    end
+                    - size
+                    + int(np.lexsort((-np.arange(size), sizes[end - size : end], measured[end - size : end]))[-1])
+                )
+                # a token that was measured after the step shows more than one with a larger push that was not
+                peaks.append(((bool(measured[at]), float(sizes[at])), one, at - end + size))
     peak = max(peaks, key=lambda row: row[0], default=None)  # the first of equal ones
     if not name:
         rows = run.trajectories(step=step if step > 0 else None, limit=1)

@@ -17,6 +17,7 @@ from turnwise.inspector.page.blocks import (
     curves,
     step_choice,
 )
+from turnwise.inspector.page.views.failures import TOP, causes_table, read_failures
 from turnwise.inspector.page.views.opening import solved_sentence
 from turnwise.inspector.queries import RunReader, StepMetrics
 from turnwise.maths.statistics import wilson
@@ -27,7 +28,7 @@ CURVES = (
     ("grad_norm", "Gradient norm", "before clipping"),
     ("kl/behaviour", "KL of the sampler", "from the learner, by the k3 estimator"),
     ("clip_share", "Share of clipped tokens", "tokens whose gradient the method's bounds stop"),
-    ("groups/zero_variance", "Groups without spread", "share of groups whose rewards are all equal"),
+    ("groups/zero_variance", "Groups that teach nothing", "share of groups whose rewards are all equal"),
     ("tokens_per_turn", "Tokens per turn", ""),
     ("seconds", "Seconds per step", ""),
 )
@@ -36,8 +37,9 @@ CHANGED = 3.0  # standard errors
 EXPECTED = ("seconds", "tokens_per_second", "lr", "tasks_drawn")  # metrics that change by the clock or by themselves
 PHASES = (("seconds/rollout", "collect"), ("seconds/learn", "learn"), ("seconds/publish", "publish"))
 STEP_VIEWS = {
-    "gradient shares": "gradient", "what if": "what-if", "sampler and learner": "policy", "where time goes": "waits",
-    "is the reward gamed?": "reward",
+    "which tokens were pushed": ("gradient shares", "gradient"), "under another method": ("what if", "what-if"),
+    "the same policy?": ("sampler and learner", "policy"), "seconds": ("where time goes", "waits"),
+    "what was rewarded": ("is the reward gamed?", "reward"),
 }  # fmt: skip
 
 
@@ -65,6 +67,8 @@ def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         yield Note(sentence, "good")
     warnings = [message for message in run.messages() if message.get("level", "info") != "info"]
     yield from (Note(f"step {message['step']}: {message.get('text', '')}", "warning") for message in warnings[-12:])
+    if (failed := read_failures(run)).failures:
+        yield causes_table(failed, TOP)
     if run.has_ledger:
         yield from _outcomes(run)
     yield from curves(rows, CURVES)
@@ -93,7 +97,7 @@ def _outcomes(run: RunReader) -> Iterator[LineChart]:
         half = [1.96 * s.deviation / math.sqrt(max(1, s.trajectories)) for s in steps]
         x, y = [float(s.step) for s in steps], [s.reward for s in steps]
         low, high = [a - b for a, b in zip(y, half)], [a + b for a, b in zip(y, half)]
-        about = "mean of the trajectories ± 1.96 standard errors (siblings share a task, so the interval is too narrow)"
+        about = "mean of the trajectories ± 1.96 standard errors"
         yield LineChart("Reward", (Series("reward", x, y, low, high),), about)
 
 
@@ -122,14 +126,15 @@ def step(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     number = query.step
     groups = run.groups(step=number, limit=PAGE, offset=max(0, query.offset))
     yield step_choice(number, run.steps())
-    yield FactList("Views of this step", [(n, Link("open", view, {"step": number})) for n, view in STEP_VIEWS.items()])
+    links = [(question, Link(title, view, {"step": number})) for question, (title, view) in STEP_VIEWS.items()]
+    yield FactList("Views of this step", links)
     rows = []
     for g in groups:
         spread = "no" if g.reward_low == g.reward_high else "yes"
         outcome = (g.state, g.reason, g.reward, g.success, spread, g.trajectories, g.tokens)
         rows.append((Link(g.id, "siblings", {"group": g.id}), g.task.key, *outcome))
     columns = ("group", "task", "state", "reason", "reward", "success", "spread", "trajectories", "tokens")
-    yield DataTable("Groups", columns, rows, f"{query.offset} to {query.offset + len(rows)}")
+    yield DataTable("Groups", columns, rows, f"from number {query.offset + 1}" if query.offset else "")
     if len(groups) == PAGE:
         more = Link("next groups", "step", {"step": number, "offset": query.offset + PAGE})
         yield FactList("", [("more", more)])

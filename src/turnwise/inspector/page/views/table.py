@@ -15,6 +15,7 @@ from turnwise.inspector.queries import RunReader
 
 VIEWS = {  # name: title, module
     "overview": ("Overview", "steps"),
+    "failures": ("Failures", "failures"),
     "why": ("Why this token", "tokens"),
     "what-if": ("What if", "tokens"),
     "siblings": ("Siblings", "tokens"),
@@ -25,6 +26,7 @@ VIEWS = {  # name: title, module
     "tasks": ("Tasks", "groups"),
     "reward": ("Is the reward gamed?", "groups"),
 }
+KEYS = "1f234567890"  # of the views, in order
 OTHER_PAGES = {"step": ("Step", "steps"), "search": ("Search", "steps")}
 NO_ROLLOUTS = "This run has no rollouts yet: it is at its cold start, or it ended there."
 OF_ROLLOUTS = ("why", "what-if", "siblings", "gradient", "tasks", "reward")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -45,7 +45,7 @@ from turnwise.store.token_columns import TokenColumns
 
 HINTS = ("advantage", "logp", "entropy", "gate", "weight")  # columns that a pointer over a token shows
 NOT_KEPT = "No step with numbers of tokens is stored yet."
-DIFFERENCES, TRANSCRIPTS, DIVERGENCE_TEXT = 20, 8, 40
+DIFFERENCES, TRANSCRIPTS, DIVERGENCE_TEXT, SHARED_TEXT = 20, 8, 40, 12
 LENGTHS = (16, 64, 256, 1024, 4096)
 TOP_TOKENS, TOP_GAPS = 25, 15
 PARTS = re.compile(r"(?P<thinking><think>.*?(?:</think>|$))|(?P<call><tool_call>.*?(?:</tool_call>|$))", re.DOTALL)
@@ -213,9 +213,10 @@ def what_if(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         return
     step, update = opened_step(run, query, steps), max(0, query.update)
     method = str(run.settings.get("method", ""))
-    # one that every run can compute and that differs also where all ratios are 1, as in the first update of a step
-    other = query.method or next(name for name in ("dr_grpo", "grpo") if name != method)
     impossible = impossible_methods(run, step)
+    # one that this run can compute and that differs also where all ratios are 1, as in the first update of a step
+    usual = ("dr_grpo", "grpo", "dapo", "reinforce")
+    other = query.method or next((name for name in usual if name != method and name not in impossible), usual[-1])
     yield Choice("method", "another method", other, sorted(METHODS), {"step": step, "update": update}, impossible)
     yield from step_header(run, replace(query, method=other), step, steps)
     try:
@@ -300,7 +301,7 @@ def _impossible(measured: frozenset[str]) -> dict[str, str]:
 
 
 def siblings(run: RunReader, query: ViewQuery) -> Iterator[Any]:
-    """The trajectories of one group: where they part, and what each was credited with."""
+    """The trajectories of one group: where they diverge, and what each was credited with."""
     name = query.group
     if not name:
         step, telling, _ = opened_token(run, ViewQuery(step=query.step))
@@ -359,38 +360,56 @@ def siblings(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     yield _divergence(run, group)
     colours = TokenColours(run, step, query.colour, "advantage")
     yield colours.choice({"group": name})
-    for t in sorted(members, key=lambda t: -t.reward)[:TRANSCRIPTS]:
-        yield transcript(
+    mean = sum(t.reward for t in members) / len(members)
+    better, worse = list[Any](), list[Any]()
+    for t, *same in sorted(same_tokens(members), key=lambda row: -row[0].reward)[:TRANSCRIPTS]:
+        names = [t.id, *(twin.id for twin in same)]
+        block = transcript(
             run,
             t,
             colours.of(t.id),
             token_hints(updates[t.id], t.id),
             lambda i, one=t.id: token_link("", one, step, i),  # type: ignore[misc]
-            title=f"{t.id}: reward {t.reward:g}",
+            title=f"{', '.join(names)}: reward {t.reward:g}" + f", {len(names)} times the same" * bool(same),
             about=colours.about,
             full=colours.full,
         )
+        (better if t.reward >= mean else worse).append(block)
+    # what was rewarded beside what was not; without a difference, one below the other
+    yield from [SideBySide(better, worse)] if worse else better
+
+
+def same_tokens(members: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories with equal sampled tokens and reward together, in the order of their first ones."""
+    merged = defaultdict[Any, list[Trajectory]](list)
+    for t in members:
+        merged[t.reward, tuple(tuple(turn.tokens) for turn in t.turns)].append(t)
+    return list(merged.values())
 
 
 def _divergence(run: RunReader, group: Group) -> DataTable:
     """For each trajectory: at which sampled token it leaves the first one, and what the two then say."""
-    members = [t for t in group.trajectories if t.sampled]
-    if len(members) < 2:
+    classes = same_tokens([t for t in group.trajectories if t.sampled])
+    if len(classes) < 2:
         return DataTable("First divergence", (), ())
     rows: list[tuple[Cell, ...]] = []
-    first, *others = ([token for turn in t.turns for token in turn.tokens] for t in members)
-    for t, ids in zip(members[1:], others):
+    first, *others = ([token for turn in same[0].turns for token in turn.tokens] for same in classes)
+    for (t, *same), ids in zip(classes[1:], others):
         at = next((i for i, (a, b) in enumerate(zip(first, ids)) if a != b), min(len(first), len(ids)))
-        if at == len(first) == len(ids):
-            rows.append((t.id, "the same", None, "", ""))
-            continue
+        names = ", ".join(one.id for one in (t, *same))
         ends = np.cumsum([len(turn.tokens) for turn in t.turns])
         turn = min(int(np.searchsorted(ends, at, side="right")), len(ends) - 1)
         # a dozen tokens are enough to see how the two go on
-        texts = ["".join(token_texts(run.path, part[at : at + 12]))[:DIVERGENCE_TEXT] for part in (first, ids)]
-        rows.append((t.id, at, turn, *texts))
-    columns = ("trajectory", "token", "turn", f"{members[0].id} says", "it says")
-    return DataTable("First divergence", columns, rows, f"compared with {members[0].id}, in sampled tokens")
+        texts = ["".join(token_texts(run.path, part[at : at + 12])) for part in (first, ids)]
+        # different tokens may begin with the same characters: a reader wants those that differ, and a few before them
+        shared = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
+        skip = max(0, shared - SHARED_TEXT)
+        rows.append((names, at, turn, *("…" * bool(skip) + x[skip : skip + DIVERGENCE_TEXT] for x in texts)))
+    one = ", ".join(t.id for t in classes[0])
+    columns = ("trajectory", "token", "turn", f"{classes[0][0].id} says", "it says")
+    return DataTable(
+        "First divergence", columns, rows, f"compared with {one}, in sampled tokens; equal ones in one row"
+    )
 
 
 # ------------------------------------------------------------------- gradient
@@ -443,7 +462,8 @@ def gradient(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         for t in tokens:
             shares[key(t)] += abs(t.push) / total
         labels = [f"{label} ({100 * counts[label] / len(tokens):.0f} % of tokens)" for label in sorted(shares)]
-        yield BarChart(name, labels, [shares[label] for label in sorted(shares)], percent=True)
+        if len(labels) > 1:  # all tokens in one class: there is nothing to compare
+            yield BarChart(name, labels, [shares[label] for label in sorted(shares)], percent=True)
     rows = []
     for t in sorted(tokens, key=lambda t: -abs(t.push))[:TOP_TOKENS]:
         link = token_link(f"{t.trajectory.id} #{t.index}", t.trajectory.id, step, t.index)
@@ -538,11 +558,11 @@ def _gaps(run: RunReader, step: int) -> Iterator[Any]:
     labels = [f"below {high:g}" for high in GAP_EDGES[1:]] + ["1 and more"]
     title = f"Step {step}: |learner − sampler| of log-probabilities"
     yield BarChart(title, labels, (counts / counts.sum()).tolist(), "share of tokens", True)
+    yield BarChart("Tokens by policy version", [*versions], [float(n) for n in versions.values()])
     rows = [
         (token_link(f"{name} #{index}", name, step, index), token_texts(run.path, [token])[0], sampled, learned, gap)
         for gap, name, index, token, sampled, learned in sorted(gaps, key=lambda g: -abs(g[0]))[:TOP_GAPS]
     ]
     yield DataTable("Largest differences", ("token", "text", "sampler", "learner", "difference"), rows)
-    yield BarChart("Tokens by policy version", [*versions], [float(n) for n in versions.values()])
     if causes:
         yield BarChart("Restarts by cause", [*causes], [float(n) for n in causes.values()])

@@ -79,6 +79,11 @@ def transcript(
     return Transcript(title, turns, about, full)
 
 
+def message_transcript(title: str, messages: Sequence[Message], about: str = "") -> Transcript:
+    """An episode of which only the text is stored."""
+    return Transcript(title, [_message(message) for message in messages], about)
+
+
 def _message(message: Message) -> TurnBlock:
     content = message.get("content")
     text = printable(content if isinstance(content, str) else "" if content is None else repr(content))
