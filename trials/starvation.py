@@ -30,8 +30,6 @@ from trials.outcome import Outcome, Results
 SEED = 33
 LIMIT = 240.0  # seconds that a run may take: only a hang reaches it
 STEPS = 5
-SMALL = f"""--groups 2 --group-size 4 --steps {STEPS} --max-tokens 32 --context 256 --eval-tasks 6 --checkpoint-every 2
-    --threads 1 --device cpu --cold-steps 0 --reward-seconds 10 --generator-seconds 10 --name run --seed 5""".split()
 CALCULATOR = ["--env", "calculator", "--difficulty", "1"]
 WHO = {
     "Python tool": CALCULATOR,
@@ -46,6 +44,13 @@ Release = Callable[[], None]
 
 
 # ------------------------------------------------------------------------- the grammar
+
+
+def small(steps: int = STEPS, cold_steps: int = 0) -> list[str]:
+    """The flags of a short run; a flag may be given once only."""
+    return f"""--groups 2 --group-size 4 --steps {steps} --max-tokens 32 --context 256 --eval-tasks 6 --checkpoint-every 2
+        --threads 1 --device cpu --cold-steps {cold_steps} --reward-seconds 10 --generator-seconds 10 --name run
+        --seed 5""".split()
 
 
 @dataclass(frozen=True)
@@ -223,13 +228,13 @@ class Bench:
 
     def _model(self) -> Path:
         """One that calls the tool, as far as a few steps on demonstrations teach it."""
-        flags = [*SMALL, "--steps", "1", "--cold-steps", "80", "--hidden", "64", "--layers", "2", "--vocabulary", "320"]
+        flags = [*small(steps=1, cold_steps=80), "--hidden", "64", "--layers", "2", "--vocabulary", "320"]
         status, err, _ = self._ended(self._start([*CALCULATOR, *flags], self.folder / "model"), self.folder / "model")
         assert status == 0, f"the run that the model comes from failed: {err}"
         return self.folder / "model" / "out" / "run" / "model"
 
     def _flags(self, who: str) -> list[str]:
-        return [*("--model", str(self.model())), *(str(self.rows) if f == "ROWS" else f for f in WHO[who]), *SMALL]
+        return [*("--model", str(self.model())), *(str(self.rows) if f == "ROWS" else f for f in WHO[who]), *small()]
 
     def _undisturbed(self, who: str) -> Path:
         folder = self.folder / f"undisturbed {who}"

@@ -281,7 +281,8 @@ def _calls() -> Iterator[Attack]:
 def _denied_calls() -> Iterator[Attack]:
     """Every call that the filter does not allow, with arguments that do nothing: the answer must be the filter's."""
     filtered = seccomp.program(forks=True, private_pids=True, metered=False)
-    for number in range(seccomp.NEWEST_SYSCALL + 1):
+    unfiltered = (335, 336) if platform.machine() == "x86_64" else ()  # uretprobe and uprobe: the kernel asks no filter
+    for number in sorted({*range(seccomp.NEWEST_SYSCALL + 1)} - {*unfiltered}):
         if word(verdict(filtered, seccomp.MACHINES[platform.machine()][1], number, *[-1] * 6)) in (1, 38, 95):
             yield Attack("calls", f"call {number}", f"got = call({number}, -1, -1, -1, -1, -1, -1)[1] not in (1, 38, 95)")
 

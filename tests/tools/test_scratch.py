@@ -220,6 +220,8 @@ def test_files_that_nobody_sees_count_as_everything() -> None:
         file.write(b"x" * 9000)
         file.flush()
         before = scratch.held_by(os.getpid())
+        if before == math.inf:
+            pytest.skip("a library of this process maps a file without a name")
         os.unlink(file.name)
         assert scratch.held_by(os.getpid()) - before >= 9000
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):

@@ -379,14 +379,13 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_an_environment_that_hangs_is_named_in_log_and_status(tmp_path):
     (tmp_path / "hanging.py").write_text(HANGING.format(seconds=12))
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if not isinstance(value, tuple)]
+    settings = {**SMALL, "eval_tasks": 0, "env": "hanging:Hanging"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if not isinstance(value, tuple)]
     flags += [
-        "--env=hanging:Hanging",
         "--difficulty=1",
         "--name=run",
         "--trackers=",
         "--env-seconds=60",
-        "--eval-tasks=0",
     ]
     command = [sys.executable, "-c", PROGRAM, "train", "grpo", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

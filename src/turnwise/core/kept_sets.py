@@ -80,7 +80,7 @@ class KeptSets:
 
     def allowed(self, rows: slice, vocabulary: int) -> Tensor | None:
         """Which ids the masks of some tokens allow [n, V]: all, for a token without one. None where no token has a mask."""
-        if self.masks is None or self.mask_of is None:
+        if self.masks is None or self.mask_of is None or not len(self.masks):
             return None
         index = self.mask_of[rows]
         bits = torch.arange(8, device=index.device, dtype=torch.uint8)
