@@ -148,7 +148,8 @@ class Profile:
         self.cuda = torch.cuda.is_available() and torch.device(getattr(loop.learner, "device", "cpu")).type == "cuda"
         if self.cuda:
             capturing = torch.cuda.is_current_stream_capturing  # synchronising is not allowed during capture
-            self.timer.synchronize = lambda: None if capturing() else torch.cuda.synchronize()
+            # of its own stream: with staleness another thread may be capturing a graph, which the device's would break
+            self.timer.synchronize = lambda: None if capturing() else torch.cuda.current_stream().synchronize()
         spans = [(name, getattr(loop, part) if part else loop, method) for name, part, method in SPANS]
         spans += [(name, owner, method) for name, (owner, methods) in others.items() for method in methods]
         with contextlib.ExitStack() as stack:
