@@ -31,6 +31,7 @@ EXTRA = {  # rules that no planted fault of the experiment names first
     "only pushed down": faults.metric("gradient_share/positive_advantage", 0.01),
     "learner takes the time": faults.every(seconds__learn=1.9, seconds=2.0),
     "publishing takes the time": faults.every(seconds__publish=1.5, seconds=2.0),
+    "mechanism never acted": faults.metric("acted/strategy", 0.0),
     "refused calls": faults.metric(f"{REFUSED}context_overflow", 0.5),
     "overruled fields": faults.metric(f"{OVERRULED}temperature", 1.0),
     "solved": faults.every(success=lambda t: 0.5 if t < 0.5 else 1.0, reward=lambda t: 0.5 if t < 0.5 else 1.0,

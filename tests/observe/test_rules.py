@@ -35,11 +35,15 @@ EXAMPLES = {  # condition: the metrics that hold in it, and what its message mus
         ("1 optimiser step", "1e+30", "--lr (now 0.0003)"),
     ),
     "slow environment": ({"seconds/turn_answered": 2.0}, ("2 s per turn", "0.2 s", "--staleness 1")),
+    "mechanism never acted": (
+        {"acted/strategy": 0.0, "acted/gate": 0.0, "acted/advantage": 0.4},
+        ("strategy, gate did nothing", "strategy needs episodes of several turns", "--minibatches 4"),
+    ),
     "no group to train on": ({"groups": 0.0, "trajectories": 0.0}, ("no group", "--max-draws", "3 × zero variance")),
 }
 
 
-def told(health, metrics, steps=5):
+def told(health, metrics, steps=12):
     return [message for _ in range(steps) for message in health.observe({**FINE, **metrics})]
 
 

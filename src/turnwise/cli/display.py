@@ -81,6 +81,8 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     out.print(
         f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {times}; peak {summary['peak_memory_mb']:.0f} MB"
     )
+    if told := summary.get("mechanism"):
+        out.print(f"mechanism: {told}", markup=False, soft_wrap=True)
     if saved := summary.get("checkpoints"):
         out.print(f"{saved['written']} checkpoints of {saved['seconds_each']:.2f} s each", markup=False)
     if (cost := summary.get("measured_after")) and cost["seconds"]:

@@ -13,7 +13,7 @@ from turnwise.core.protocols import Generator, Session
 from turnwise.core.records import Completion, Fork, Group, Sampling, Stop, Task, Trajectory, Turn
 from turnwise.core.seeds import stable_seed
 from turnwise.data.demonstrations import Demonstrations
-from turnwise.data.replay import FRESH, LiveReplay
+from turnwise.data.replay import FRESH, LiveReplay, NoReplay
 from turnwise.rollout.episode import sampled_turn
 
 
@@ -112,6 +112,7 @@ class Mixture:
     demonstrations: Demonstrations | None = None
     replay_places_them: bool = False  # the buffer, not the group, decides where demonstrations go
     resampler: TurnResampler | None = None
+    acted: float = 0.0  # the share of the latest step's trajectories that are not its own rollouts
 
     async def mix(self, groups: Sequence[Group], step: int) -> list[Group]:
         if self.demonstrations is not None:
@@ -122,7 +123,9 @@ class Mixture:
         if self.demonstrations is not None and not self.replay_places_them:
             mixed = self.demonstrations.mix(mixed, step)
         # last, because replayed and demonstrated turns are sampled again, too
-        return mixed if self.resampler is None else await self.resampler.add(mixed, step)
+        mixed = mixed if self.resampler is None else await self.resampler.add(mixed, step)
+        self.acted = len(mixed_in(mixed, groups)) / max(1, sum(len(group.trajectories) for group in mixed))
+        return mixed
 
     def observe(self, groups: Sequence[Group], credited: Mapping[str, float], step: int) -> None:
         self.replay.observe(groups, credited, step)
@@ -137,7 +140,9 @@ class Mixture:
             self.demonstrations.load_state_dict(state["shows"])
 
     def metrics(self) -> dict[str, float]:
-        return {**self.replay.metrics(), **({} if self.demonstrations is None else self.demonstrations.metrics())}
+        acted = {} if type(self.replay.rule) is NoReplay else {"acted/replay": self.acted}
+        shown = {} if self.demonstrations is None else self.demonstrations.metrics()
+        return {**self.replay.metrics(), **shown, **acted}
 
 
 def mixed_in(mixed: Sequence[Group], fresh: Sequence[Group]) -> list[Trajectory]:

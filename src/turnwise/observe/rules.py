@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.protocols import OVERRULED, REFUSED
+from turnwise.observe.mechanism import IDLE_STEPS, SLOTS, shares
 from turnwise.observe.numbers import finite_number
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class StepFacts:
     dropped: Mapping[str, int]  # groups and trajectories that were not trained on, by reason
     first_mismatch: float
     solved: bool = False  # every trajectory of this step got the highest reward of the run so far
+    idle: tuple[str, ...] = ()  # slots of the method that never acted, in more than a few steps
 
     def value(self, name: str, default: float = math.nan) -> float:
         number = finite_number(self.metrics.get(name))
@@ -347,6 +349,10 @@ RULES = (
     of_run("most groups dropped", WARNING, _dropped_share, 0.6,
         lambda f, x: f"{x:.0%} of the sampled groups were dropped: {_most(_drops(f, False))}",
         "--difficulty, or another sampler of tasks", ("groups", "tasks_drawn")),
+    Rule("mechanism never acted", WARNING, lambda v: float(len(v.idle)), 0.5,
+        lambda v, x: f"the method's {', '.join(v.idle)} did nothing yet that the base method would not have done",
+        lambda v: "; ".join(f"{slot} needs {SLOTS[slot][1]}" for slot in v.idle), ("advantage/size", "groups/zero_variance"),
+        growth=1.01),
     Rule("no group to train on", ERROR, lambda v: float(v.value("groups") == 0), 0.5,
         lambda v, x: "a step had no group that could be trained on; dropped since the start: "
         f"{_most(v.dropped) or 'none'}",
@@ -481,6 +487,7 @@ class RunHealth:
     _skipped: float = 0.0
     _mismatches: list[float] = field(default_factory=list)  # of the first steps
     _streak: SolvedStreak = field(default_factory=SolvedStreak)
+    _acted: dict[str, list[float]] = field(default_factory=dict)  # by slot: steps, the largest share
 
     def view(self, metrics: Mapping[str, float]) -> StepFacts:
         """What the rules read of one step; call it once for each step, in order."""
@@ -492,7 +499,11 @@ class RunHealth:
         first = sum(self._mismatches) / len(self._mismatches) if self._mismatches else math.inf
         self._streak.observe(metrics)
         solved = self._streak.steps > 0
-        return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first, solved)
+        for slot, share in shares([metrics]).items():
+            steps, most = self._acted.get(slot, (0, 0.0))
+            self._acted[slot] = [steps + 1, max(most, share)]
+        idle = tuple(slot for slot, (steps, most) in self._acted.items() if steps >= IDLE_STEPS and most == 0)
+        return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first, solved, idle)
 
     def observe(self, metrics: Mapping[str, float]) -> list[HealthMessage]:
         """The messages that the metrics of one step give rise to."""

@@ -7,9 +7,13 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from turnwise import recipes
+from turnwise.algebra.gate import NoGate
+from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.errors import RecipeError, SettingError, nearest
 from turnwise.recipes.compose import compose
 from turnwise.recipes.recipe import Kind, Recipe, kind_of
@@ -71,9 +75,31 @@ def docstring_section(doc: str, title: str) -> str:
     return " ".join(match.group(1).split()) if match else ""
 
 
+@cache
+def base_recipe() -> Recipe:
+    """The method that others are compared with, slot by slot."""
+    return recipes.build("grpo")
+
+
+def changed_slots(recipe: Recipe) -> frozenset[str]:
+    """The slots with another piece than the base method's, and that a recipe's author set. How many groups, rollouts and passes
+    there are is the run's choice; a limit or penalty that is missing does nothing."""
+    plain = replace(base_recipe(), gate=NoGate(), penalties=()).slots()
+    base, own = (
+        base_recipe().slots(),
+        replace(recipe, ratio=Importance() if recipe.ratio == OnPolicy() else recipe.ratio).slots(),
+    )
+    changed = {slot for slot, piece in own.items() if piece not in (base[slot], plain[slot])}
+    kinds = {
+        slot for slot in ("budget", "control") if type(getattr(recipe, slot)) is type(getattr(base_recipe(), slot))
+    }
+    added = any(weighted.weight and weighted not in base_recipe().penalties for weighted in recipe.penalties)
+    return frozenset(changed - kinds - (set() if added else {"penalties"}))
+
+
 def method_rows() -> list[dict[str, Any]]:
     """The rows of ``turnwise list``, one per method."""
-    base = recipes.build("grpo").slots()
+    base = base_recipe().slots()
     rows = []
     for name in recipes.METHODS:
         described = describe_method(name)

@@ -251,6 +251,7 @@ class Collector:
 
     def _admit(self, group: Group, step: int) -> None:
         admitted = self.recipe.admission(group)
+        self.sampler.meter.note("admission", admitted is not group)
         if isinstance(admitted, str):
             self._drop(group.id, admitted, step)
         else:

@@ -30,6 +30,7 @@ from turnwise.data.mixing import GroupSource, Mixture, mixed_in
 from turnwise.errors import EnvironmentFault, GeneratorLost, HostFault, StoreError
 from turnwise.recipes.recipe import Recipe
 from turnwise.training.interrupt import in_background
+from turnwise.training.meter import SlotMeter
 from turnwise.training.step_records import TokenRecorder, describe
 
 LOST_SECONDS = 9.0  # of work since the last checkpoint; writing one comes on top
@@ -158,18 +159,22 @@ def update_policy(
     An objective kept from step to step keeps the memory of its pieces. ``on_credited`` receives the batch once it has
     advantages. ``while_waiting`` runs once, on the host, while the device computes the first update."""
     objective = objective or recipe.objective
-    trained = recorder.watch(objective) if recorder is not None else objective
+    meter = SlotMeter(recipe, objective)
+    trained = meter.watch(recorder.watch(objective) if recorder is not None else objective)
     batch = pack(groups, learner.replay)
     metrics: dict[str, float] = {}
     if policy_check is not None:
         batch, metrics = policy_check.prepare(learner, batch)
     batch = objective.before_measuring(batch)
     signals = learner.measure(batch, objective.signals_before_batch) if objective.signals_before_batch else {}
-    batch = objective.credit(batch.put(signals))
+    given = batch.put(signals)
+    batch = objective.credit(given)
     if on_credited is not None:
         on_credited(batch)
     counts, credit_metrics = Counter[str](), dict[str, float]()
-    host_work: list[Callable[[], object]] = [lambda: credit_metrics.update(measure_credit(batch))]
+    host_work: list[Callable[[], object]] = [
+        lambda: credit_metrics.update(measure_credit(batch) | meter.credit(given, batch))
+    ]
     host_work += [while_waiting] if while_waiting else []
 
     def run_host_work() -> None:
@@ -178,6 +183,7 @@ def update_policy(
 
     for part in recipe.control.optimizer_steps(batch, seed, learner.measure):
         update_metrics = diagnostics.finish(learner.update(part, trained, run_host_work))
+        update_metrics |= meter.update(update_metrics)
         mismatch = update_metrics.pop("policy_check", math.nan)
         if policy_check is not None and not counts:  # after the first update the policy has moved
             policy_check.check(mismatch, learner.version)
@@ -187,6 +193,7 @@ def update_policy(
             counts[name] += 1
     summed = {"skipped", "policy_check"}  # every other metric is a mean over the updates that report it
     means = {name: v if name in summed else v / counts[name] for name, v in metrics.items()}
+    means |= meter.steps(counts["loss"])
     run_host_work()  # if there was no update at all
     return means | credit_metrics | (recorder.measure_after(learner, batch) if recorder is not None else {})
 

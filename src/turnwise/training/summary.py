@@ -16,6 +16,7 @@ from turnwise.core.text import printable_line
 from turnwise.errors import TurnwiseError
 from turnwise.models.fetch import KNOWN
 from turnwise.observe.charts import curves
+from turnwise.observe.mechanism import mechanism
 from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.recipes import catalogue
@@ -63,6 +64,7 @@ class RunSummary:
             "success_after": {name: value for name, value in self.after["summary"].items() if name != "tokens"},
             "steps": s.steps,
             "tokens": int(sum(row.get("tokens", 0) for row in rows)),
+            "mechanism": mechanism(rows),
             # what it costs to know how far tokens moved: seconds, and the share of all steps
             "measured_after": _cost(rows, "seconds/measured_after"),
             "seconds": {name: round(value, 2) for name, value in seconds.items()},

@@ -24,6 +24,7 @@ from turnwise.rollout.strategies import GroupRequest, Strategy, close, park
 from turnwise.tasks.budgets import Fixed, LiveBudget
 from turnwise.tasks.samplers import LiveSampler
 from turnwise.tasks.task_source import TaskStream
+from turnwise.training.meter import RolloutMeter
 
 if TYPE_CHECKING:
     from turnwise.rollout.renderer import Renderer
@@ -83,13 +84,15 @@ class TaskFeed:
     guidance: LiveGuidance = field(default_factory=lambda: NoGuidance().open(0))
     largest: int = 0
     promised: dict[str, list[int]] = field(default_factory=dict)
+    meter: RolloutMeter = field(default_factory=RolloutMeter)
     spent: dict[str, int] = field(default_factory=dict)  # rollouts of the latest step by difficulty
 
     @classmethod
     def open(cls, recipe: Recipe, tasks: TaskStream) -> TaskFeed:
         """The live pieces of a recipe."""
         guidance = recipe.guidance.open(stable_seed(tasks.seed, "guidance"))
-        return cls(recipe.sampler.open(tasks), recipe.budget.open(), guidance, recipe.budget.largest)
+        meter = RolloutMeter.of(recipe, tasks)
+        return cls(recipe.sampler.open(tasks), recipe.budget.open(), guidance, recipe.budget.largest, meter=meter)
 
     def orders(self, count: int, again: deque[tuple[str, Task]]) -> list[GroupOrder]:
         """The next ``count`` groups: first those to issue ``again``, with what they were promised, then new ones."""
@@ -97,6 +100,7 @@ class TaskFeed:
         if count > len(repeated):
             self.sampler.begin_wave(count - len(repeated))
         drawn = [self.sampler.next() for _ in range(count - len(repeated))]
+        self.meter.drawn(drawn)
         fresh = [(str(number), task) for number, task in drawn]
         sizes = self.budget.sizes([task for _, task in fresh]) if fresh else []
         for (key, task), size in zip(fresh, sizes):
@@ -109,6 +113,8 @@ class TaskFeed:
                 self.promised[number] = [self.budget.sizes([task])[0], self.budget.max_turns(task)]
             size, max_turns = self.promised[number]
             orders.append(GroupOrder(key, task, size, max_turns, largest=self.largest))
+            if not self.budget.rounds:
+                self.meter.note("budget", size != self.budget.rule.size or max_turns > 0)
         if self.budget.rounds:
             wave = BudgetWave(self.budget, [order.task for order in orders])
             orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
@@ -118,6 +124,7 @@ class TaskFeed:
         """Begin to grow a group: the strategy under the guidance, then the later rounds of the budget."""
         if order.max_turns:
             request = replace(request, play=partial(request.play, max_turns=order.max_turns))
+        request = replace(request, play=self.meter.noting(order.key, request.play))
         first, rest = self.guidance.begin(request, strategy), order.rest
         if rest is None:
             return first
@@ -128,6 +135,7 @@ class TaskFeed:
         async def continued() -> Group:
             group = await first
             count = min(await rest(group), len(spare))
+            self.meter.note("budget", order.size + count != self.budget.rule.size)
             close(spare[count:])
             more = await request.play_all(spare[:count], MORE)
             return replace(group, trajectories=(*group.trajectories, *more))
@@ -137,6 +145,7 @@ class TaskFeed:
     def observe(self, group: Group) -> None:
         """Learn from a finished group, whether it is trained on or not."""
         self.promised.pop(group.id.split("~")[0], None)
+        self.meter.finished(group)
         level = str(group.task.difficulty)
         self.spent[level] = self.spent.get(level, 0) + len(group.trajectories)
         for part in (self.sampler, self.budget, self.guidance):
@@ -145,6 +154,7 @@ class TaskFeed:
     def forget(self, key: str) -> None:
         """A group ended without a usable trajectory."""
         self.promised.pop(key.split("~")[0], None)
+        self.meter.plays.pop(key, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -152,6 +162,7 @@ class TaskFeed:
             "budget": self.budget.state_dict(),
             "guidance": self.guidance.state_dict(),
             "promised": self.promised,
+            "meter": self.meter.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,10 +171,13 @@ class TaskFeed:
         self.guidance.load_state_dict(state["guidance"])
         self.promised = {number: [int(n) for n in values] for number, values in state["promised"].items()}
 
+        self.meter.load_state_dict(state.get("meter", {}))
+
     def metrics(self) -> dict[str, float]:
         spent = {f"rollouts/difficulty_{level}": float(n) for level, n in sorted(self.spent.items())}
         self.spent = {}
-        return {**self.sampler.metrics(), **self.budget.metrics(), **self.guidance.metrics(), **spent}
+        parts = (self.sampler.metrics(), self.budget.metrics(), self.guidance.metrics(), self.meter.metrics())
+        return {**{name: value for part in parts for name, value in part.items()}, **spent}
 
 
 # ------------------------------------------------------- tasks ranked before the first step

@@ -195,6 +195,8 @@ class LocalLearner:
             for each in self._optimizers:
                 each.zero_grad(set_to_none=True)  # a partial gradient must not leak into the next update
         sums |= dict(zip(("grad_norm", "grad_norm/critic"), norms)) | {"loss": loss, "taken": taken}
+        if self.noise is not None and self.noise.relative:
+            sums["noise/relative"] = torch.stack(list(self.noise.relative.values())).mean()
         if while_waiting is not None:
             while_waiting()
         values = torch.stack([value.double().to(self.device) for value in sums.values()]).tolist()  # the only host sync
@@ -373,6 +375,7 @@ class LayerNoiseHooks:
     def __init__(self, layers: Sequence[nn.Module], sigma: float, device: torch.device, dtype: torch.dtype) -> None:
         self.log_sigma = nn.Parameter(torch.full((len(layers),), math.log(sigma), device=device, dtype=dtype))
         self._seed: int | None = None
+        self.relative: dict[int, Tensor] = {}  # by layer: the noise of the latest pass, in units of what it is added to
         for number, layer in enumerate(layers):
             # a function, not a partial: copies of the model keep it as it is, and so follow the noise of the policy
             hook = lambda _, args, kwargs, n=number: self._add(n, args, kwargs)  # noqa: E731
@@ -384,7 +387,9 @@ class LayerNoiseHooks:
         h = args[0] if args else kwargs["hidden_states"]
         generator = torch.Generator(h.device).manual_seed(self._seed * 1009 + layer)
         e = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype)
-        noisy = h + self.log_sigma[layer].exp().to(h.dtype) * e
+        sigma = self.log_sigma[layer].exp().to(h.dtype)
+        noisy = h + sigma * e
+        self.relative[layer] = (sigma / h.square().mean().sqrt().clamp(min=1e-30)).detach()
         return ((noisy, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": noisy})
 
     @contextmanager

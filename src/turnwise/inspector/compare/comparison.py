@@ -12,13 +12,14 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError
 from turnwise.inspector.queries import RunReader
+from turnwise.observe.mechanism import mechanism
 
 ALPHA = 0.05
 BETTER, WORSE, CANNOT_TELL = "better", "worse", "cannot tell"
@@ -37,6 +38,7 @@ class RunOutcome:
     tasks: int
     measure: str  # success, or reward where the environment reports no success
     curve: tuple[tuple[float, float], ...]
+    mechanism: str = ""  # how often it acted
 
     @property
     def tokens(self) -> float:
@@ -71,7 +73,8 @@ def read_outcome(path: str | Path, label: str = "") -> RunOutcome:
             points.append((tokens, float(value)))
     end = (max(tokens, 1.0), float(after[measure]))
     curve = (*(point for point in points if point[0] < end[0]), end)
-    return RunOutcome(str(path), label or title, int(settings.get("seed", 0)), int(after["tasks"]), measure, curve)
+    name, seed, tasks = label or title, int(settings.get("seed", 0)), int(after["tasks"])
+    return RunOutcome(str(path), name, seed, tasks, measure, curve, mechanism([row.values for row in rows]))
 
 
 # ----------------------------------------------------------------- statistics
@@ -191,6 +194,7 @@ class Comparison:
     values: Mapping[str, Mapping[int, float]]
     pairs: tuple[ComparedPair, ...]
     notes: tuple[str, ...] = ()
+    mechanisms: Mapping[str, str] = field(default_factory=dict)  # by label, of its first seed: how often it acted
 
     @property
     def decided(self) -> bool:
@@ -202,6 +206,7 @@ class Comparison:
             mean = sum(by_seed.values()) / len(by_seed)
             each = ", ".join(f"{value:.3f}" for value in by_seed.values())
             lines.append(f"  {label:<20} mean {mean:.3f}   seeds {', '.join(map(str, by_seed))}: {each}")
+            lines += [f"  {'':<20} mechanism: {told}" for told in filter(None, [self.mechanisms.get(label)])]
         lines += [f"  {pair.text(self.measure)}" for pair in self.pairs]
         lines.append(f"all statements together are wrong with probability {self.alpha:.0%} at most")
         return "\n".join([*lines, *self.notes])
@@ -218,7 +223,7 @@ class Comparison:
         }
         return {
             "measure": self.measure, "tokens": self.tokens, "alpha": self.alpha, "values": values, "pairs": pairs,
-            "notes": list(self.notes),
+            "notes": list(self.notes), "mechanisms": dict(self.mechanisms),
         }  # fmt: skip
 
     def plot(self, path: str | Path) -> None:
@@ -262,7 +267,8 @@ def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: fl
             f"runs sampled {tokens:.0f} to {largest:.0f} tokens; longer ones are read where they had sampled {tokens:.0f}, "
             "between their evaluations (--eval-every makes that finer)"
         )
-    return Comparison(measures.pop(), tokens, alpha, values, pairs, tuple(notes))
+    mechanisms = {o.label: o.mechanism for o in sorted(outcomes, key=lambda o: -o.seed) if o.mechanism}
+    return Comparison(measures.pop(), tokens, alpha, values, pairs, tuple(notes), mechanisms)
 
 
 def compare_runs(paths: Sequence[str | Path], alpha: float = ALPHA) -> Comparison:

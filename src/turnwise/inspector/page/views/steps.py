@@ -22,6 +22,7 @@ from turnwise.inspector.page.views.opening import solved_sentence
 from turnwise.inspector.queries import RunReader, StepMetrics
 from turnwise.maths.statistics import wilson
 from turnwise.observe.charts import LineChart, Link, Series, Timeline
+from turnwise.observe.mechanism import mechanism
 
 CURVES = (
     ("entropy", "Entropy", "of the policy at the sampled tokens, in nats"),
@@ -60,6 +61,7 @@ def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         success = (run.evaluation(when) or {}).get("summary", {}).get("success")
         if isinstance(success, int | float):
             facts.append((f"held-out success {when}", f"{100 * success:.1f} %"))
+    facts += [("mechanism", told)] if (told := mechanism([row.values for row in rows])) else []
     yield FactList("Run", facts)
     if not rows:
         yield Note("This run has not finished a step yet.")
