@@ -102,6 +102,8 @@ def method_section(name: str) -> Iterator[str]:
         body = catalogue.docstring_section(doc, section)
         if body:
             yield from (f"**{section}.** {sentence(body)}", "")
+    for title, said in entry["sources"].items():
+        yield from (f"**{title}.** {sentence(said)}", "")
     if entry["parameters"]:
         values = ", ".join(f"`{key}={value!r}`" for key, value in entry["parameters"].items())
         yield from (f"**Hyper-parameters.** {values}", "")

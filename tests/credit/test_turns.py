@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import credit_turns as oracle
-from oracles import objectives, records
+from oracles import records
 from oracles.objectives import BOUND, bounded, constant, larger, smaller
 from oracles.result import Result
 from support.proven import TURNS
@@ -44,22 +46,25 @@ CASES = [
 ]
 LOSSES = {  # besides the advantage; what is left out: clip 0.2, mean over trajectories, no KL
     "bilevel_gae": {"over": "token"},
-    "gigpo": {"beta": 0.01},
+    "gigpo": {"beta": 0.01, "over": "token"},
     "hgpo": {"beta": 0.01},
     "igpo": {"beta": 1e-3},
     "mars": {"beta": 0.2, "dual": 3.0},
     "trloo": {"high": 0.28, "keep": lambda group, turn: turn.facts["valid"]},
     "flow_grpo": {"high": 0.3, "beta": 1e-3, "over": "turn", "keep": lambda group, turn: turn.facts["planner"]},
     "srgpo": {"beta": 0.01},
-    "ui_s1": {"beta": 1e-4, "keep": lambda group, turn: varied(group)},
+    "ui_s1": {"beta": 1e-4, "over": "token", "keep": lambda group, turn, gamma=0.5: varied(group, gamma)},
 }
 OTHERWISE = {"past": "history", "gate_temperature": "temperature"}  # flags of a run have these names already
 SEEDS = st.integers(0, 10**6)
 
 
-def varied(group: records.Group) -> bool:
-    rewards = [records.total(t) for t in group]
-    return len(rewards) > 1 and objectives.std(rewards) > 0.3
+def varied(group: records.Group, gamma: float) -> bool:
+    """UI-S1: the returns of the first steps differ (population std), or the task was tried once."""
+    first = [
+        oracle.matched_returns([u.reward for u in t.turns], [u.facts["match"] for u in t.turns], gamma)[0] for t in group
+    ]
+    return len(first) == 1 or statistics.pstdev(first) > 0.3
 
 
 def surrogate(reference, advantage, low=0.2, high=0.2, dual=None, beta=0.0, over="trajectory", keep=None, target=None):
@@ -105,7 +110,10 @@ def test_credit_loss_and_gradient(name, hyper, seed):
     ours = credited["advantage"].at(TOKEN).x
     torch.testing.assert_close(ours, torch.tensor(advantage, dtype=torch.float64), rtol=1e-8, atol=1e-8)
     loss = objective(objective.plan(credited), policy).loss
-    expected = surrogate(reference, advantage, target=extra.get("returns"), **LOSSES.get(name, {}))
+    others = dict(LOSSES.get(name, {}))
+    if name == "ui_s1" and "gamma" in hyper:
+        others["keep"] = lambda group, turn: varied(group, hyper["gamma"])
+    expected = surrogate(reference, advantage, target=extra.get("returns"), **others)
     assert loss.item() == near(expected.item())
     for signal in (Signal.LOGP, Signal.VALUE):
         mine = torch.autograd.grad(loss, policy[signal].x, retain_graph=True, allow_unused=True)[0]

@@ -619,8 +619,8 @@ def ui_s1(
 ) -> list[float]:
     """Episode and step-index advantages with returns that a mismatch cuts.
 
-    Singletons by the card: "singleton step group -> 0, singleton episode group -> raw"; all turn rows of a task vote, so
-    an episode group is a singleton only if the task has one trajectory of one turn; it gets R itself.
+    The released trainer scores each step by itself: the "episode" term compares the step's own reward with those of all
+    steps of the task. Singletons: a step group of one gets 0, a task of a single step its raw reward.
     """
     places = steps(batch)
     returns = []
@@ -628,13 +628,12 @@ def ui_s1(
         rewards = [turn.reward for turn in trajectory.turns]
         returns.extend(matched_returns(rewards, [turn.facts["match"] for turn in trajectory.turns], gamma))
     per_turn = []
-    for at, (g, _, t, trajectory, _) in enumerate(places):
+    for at, (g, _, t, _, turn) in enumerate(places):
         # Card: "Step group = (task, step index): A^S = F(G)."
         peers = [returns[where] for where, (h, _, s, _, _) in enumerate(places) if (h, s) == (g, t)]
         step = normal(returns[at], peers, scale)
-        # Card: "Episode group = task: A^E = F(R_i) (all rows of the task vote)."
-        votes = [total(other) for h, _, _, other, _ in places if h == g]
-        outcome = total(trajectory) if len(votes) == 1 else normal(total(trajectory), votes, scale)
+        votes = [other.reward for h, _, _, _, other in places if h == g]
+        outcome = turn.reward if len(votes) == 1 else normal(turn.reward, votes, scale)
         # Card: "A = w_E A^E + w_S A^S."
         per_turn.append(episode_weight * outcome + step_weight * step)
     return broadcast(batch, per_turn)

@@ -29,7 +29,7 @@ def opo(batch: Batch, clip: float = 0.2) -> Result:
     for group in batch:
         lengths = [len(sampled(one)) for one in group]
         weighted = sum(n * total(one) for n, one in zip(lengths, group))
-        baseline = weighted / sum(lengths) if sum(lengths) else 0.0
+        baseline = weighted / sum(lengths) if sum(lengths) and len(group) > 1 else 0.0  # a row alone: no baseline
         found.extend(total(one) - baseline for one in group)
     advantages = spread(batch, found)
     return Result(advantages, token_mean(batch, advantages, clip, clip))

@@ -37,7 +37,7 @@ from .credit_turns import (
     zscore,
 )
 from .objectives import dr_grpo, grpo, mean, rloo, spread, std
-from .records import Batch, random_batch, sampled, token, tokens, total, trajectories
+from .records import Batch, random_batch, sampled, token, tokens, trajectories
 from .result import Result
 
 SEEDS = range(10)
@@ -566,22 +566,17 @@ def test_ui_s1_reductions(seed):
     # "all matches, gamma=1 -> reward-to-go"
     rewards = [random.Random(seed).gauss(0, 1) for _ in range(4)]
     assert matched_returns(rewards, [True] * 4, 1.0) == near(discounted(rewards, 1.0))
-    # w_S = 0: GiGPO's episode term, but for the raw singleton
-    found = ui_s1(batch, step_weight=0.0)
-    assert found == near(
-        [
-            raw if alone else one
-            for one, raw, alone in zip(
-                gigpo(batch, omega=0.0, scale=True),
-                per_trajectory(batch, [total(trajectory) for trajectory in trajectories(batch)]),
-                per_trajectory(batch, [len(g) == 1 and len(one.turns) == 1 for g in batch for one in g]),
-            )
-        ]
-    )
+    # w_S = 0: every step's own reward against those of all steps of its task
+    found, expected = ui_s1(batch, step_weight=0.0), []
+    for group in batch:
+        votes = [turn.reward for trajectory in group for turn in trajectory.turns]
+        expected += [(one - mean(votes)) / (std(votes) + 1e-6) if len(votes) > 1 else one for one in votes]
+    assert found == near(broadcast(batch, expected))
 
 
 def test_ui_s1_singletons():
     assert ui_s1([[path([3], match=[True])]]) == near(
         [3]
     )  # "singleton step group -> 0, singleton episode group -> raw"
-    assert ui_s1([[path([3, 1], match=[True, True])]]) == near([0, 0])  # two rows of one rollout: R - mean = 0
+    half = math.sqrt(0.5)  # two rows of one rollout: (3 - 2)/std, std = sqrt(2)
+    assert ui_s1([[path([3, 1], match=[True, True])]]) == near([half, -half], 1e-5)

@@ -147,7 +147,8 @@ def test_mismatch_golden(side, reward):
     assert math.exp(math.fsum(map(math.log, (0.4, 1, 3))) / 3) == near(1.0627, 1e-4)
     batch = [[mismatched(reward, [0.4, 1, 3]), partner(1 - reward)]]
     if not side.recipe:
-        assert all(geo_rs(batch, 0.9, 1.0628).extra["kept"]) and not all(geo_rs(batch, 0.9, 1.0626).extra["kept"])
+        assert all(geo_rs(batch, 1 / 1.0628, 1.1).extra["kept"])  # the bounds are those of mu / pi_old
+    assert not all(geo_rs(batch, 1 / 1.0626, 1.1).extra["kept"])
     k3 = ((0.4 - 1 - math.log(0.4)) + (3 - 1 - math.log(3))) / 3
     if not side.recipe:
         assert all(k3_rs(batch, k3 + 1e-9).extra["kept"]) and not all(k3_rs(batch, k3 - 1e-9).extra["kept"])

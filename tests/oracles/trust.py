@@ -264,8 +264,8 @@ def geo_rs(batch: Batch, low: float = 0.999, high: float = 1.001) -> Result:
     for trajectory in trajectories(batch):
         if not sampled(trajectory):
             continue
-        # Card: "Geometric rejection: keep row iff exp(mean_t log rho_t) in [g_lo, g_hi]"
-        geometric = math.exp(mean([mismatch(token) for token in sampled(trajectory)]))
+        # seq_mean_k1 of the trainer: the mean of k1 = -log rho is compared with the logs of the bounds
+        geometric = math.exp(-mean([mismatch(token) for token in sampled(trajectory)]))
         kept.extend(low <= geometric <= high for _ in sampled(trajectory))
     return corrected(batch, [1.0] * len(kept), kept, shrink=True)
 

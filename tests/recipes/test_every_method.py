@@ -29,6 +29,7 @@ from turnwise.core.signals import TURN_CRITIC, TURN_CRITIC_TARGET, Signal
 from turnwise.engines.learner.learner import LearnerSettings, LocalLearner
 from turnwise.inspector.factors.decompose import decompose
 from turnwise.models.tiny import tiny_model
+from turnwise.recipes.catalogue import record_of
 from turnwise.training.loop import update_policy
 
 SHAPES = (
@@ -73,7 +74,7 @@ def is_a_short_frozen_expression(name, recipe):
     assert len([line for line in body.splitlines() if line.strip()]) <= LINES
     assert recipe == recipes.build(name) and hash(recipe) == hash(recipes.build(name))
     doc = inspect.getdoc(recipes.method(name))
-    assert "Paper:" in doc and "Settings:" in doc and "Sure of:" in doc
+    assert "Paper:" in doc and "Settings:" in doc  # what it is sure of: tests/provenance
     assert not set(recipes.parameters(name)) & {*Settings.__dataclass_fields__}, "a setting has this name already"
 
 
@@ -82,7 +83,10 @@ def explains_itself_and_its_flags(name, capsys):
     entry = json.loads(capsys.readouterr().out)
     assert entry["name"] == name and entry["paper"] and entry["slots"]["advantage"]
     assert main(["explain", name]) == 0
-    assert "Paper:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Paper:" in said and "Sure of: " in said
+    record, line = record_of(name), " ".join(said.split())
+    assert all(f"{code.address} at {code.commit[:12]}" in line for code in (record.code if record else ()))
     with pytest.raises(SystemExit):
         main(["train", name, "--help"])
     text = capsys.readouterr().out

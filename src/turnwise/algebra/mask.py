@@ -58,16 +58,19 @@ class OneSided(Mask):
 
 
 class MismatchWithin(Mask):
-    """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level."""
+    """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level;
+    ``inverse`` tests μ/π_prox."""
 
     reads = frozenset({Signal.PROXIMAL})
     low: float = number(least=0, most="high")
     high: float = number(least=0)
     level: Level = TOKEN
     mean: bool = False
+    inverse: bool = False
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         log = mismatch(view).mean(self.level) if self.mean else mismatch(view, self.level)
+        log = -1.0 * log if self.inverse else log
         return (log.exp() >= self.low) & (log.exp() <= self.high)
 
 

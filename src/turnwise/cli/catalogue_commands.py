@@ -92,6 +92,8 @@ def explain(argv: Sequence[str]) -> int:
     for name in filter(None, (method, credit)):
         signature = ", ".join(f"{n}={p.default}" for n, p in recipes.parameters(name).items())
         print(f"{name}({signature})\n\n{inspect.getdoc(recipes.method(name)) or ''}\n")
+        record = catalogue.record_of(name)
+        print("".join(line + "\n" for line in (*sources(record.lines()), "")) if record else "", end="")
     print(f"Slots of {method} with the credit of {credit}" if credit else "Slots")
     width = max(map(len, recipe.slots()))
     for slot, piece in recipe.slots().items():
@@ -221,6 +223,11 @@ def _slots(name: str) -> list[str]:
     return experience.slots_with(name)
 
 
+def sources(lines: Mapping[str, str]) -> list[str]:
+    """What a record says of paper and code, wrapped."""
+    return [textwrap.fill(f"{title}: {said}", 118, subsequent_indent="  ") for title, said in lines.items()]
+
+
 def explain_pieces(name: str, as_json: bool = False) -> bool:
     """Explain the pieces of this name; False if there is none."""
     slots = _slots(name)
@@ -241,9 +248,10 @@ def _text(described: Mapping[str, Any]) -> str:
     signature = "".join(f",{key}={value}" for key, value in described["parameters"].items())
     lines = [f"--{described['slot']} {described['name'].partition(',')[0]}{signature}", "", described["idea"], ""]
     lines += [described["body"], ""] if described["body"] else []
-    for title in ("paper", "settings", "deviation", "sure of"):
+    for title in ("paper", "settings", "deviation", *(() if described["sources"] else ("sure of",))):
         if described[title] not in ("", "–"):
             lines += textwrap.wrap(f"{title.capitalize()}: {described[title]}", 118)
+    lines += sources(described["sources"])
     lines += [f"Piece: {described['piece']}"]
     return "\n".join(
         [*lines, *([f"Requires: {', '.join(described['requirements'])}"] * bool(described["requirements"]))]

@@ -15,7 +15,9 @@ from turnwise import recipes
 from turnwise.algebra.gate import NoGate
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.errors import RecipeError, SettingError, nearest
+from turnwise.recipes import provenance
 from turnwise.recipes.compose import compose
+from turnwise.recipes.provenance import Record
 from turnwise.recipes.recipe import Kind, Recipe, kind_of
 
 
@@ -46,22 +48,33 @@ def with_credit(recipe: Recipe, credit: str, options: Mapping[str, Any] | None =
 def describe_method(name: str, credit: str = "") -> dict[str, Any]:
     """One method from its docstring and its recipe; with ``credit``, its slots with the credit of that method."""
     doc = inspect.getdoc(recipes.method(name)) or ""
-    recipe = parse_method(name, credit)
+    recipe, record = parse_method(name, credit), record_of(name)
     return {
         "name": f"{name}+{credit}" if credit else name,
         "kind": str(kind(name)),
-        "family": recipes.method(name).__module__.rsplit(".", 1)[-1],
+        "family": family_of(name),
         "about": first_line(sys.modules[recipes.method(name).__module__].__doc__).rstrip("."),
         "idea": first_line(doc).split(": ", 1)[-1],
         "paper": docstring_section(doc, "Paper"),
         "settings": docstring_section(doc, "Settings"),
         "deviation": docstring_section(doc, "Deviation"),
-        "sure_of": docstring_section(doc, "Sure of"),
+        "sure_of": record.sure_of if record else docstring_section(doc, "Sure of"),
+        "sources": record.lines() if record else {},
         "parameters": {n: p.default for n, p in recipes.parameters(name).items()},
         "needs": sorted(map(str, recipe.objective.signals)),
         "requirements": sorted(recipe.requirements),
         "slots": recipe.slots(),
     }
+
+
+def record_of(name: str) -> Record | None:
+    """Where a built-in method is from, by its record; None for one of the user's own, or without a record."""
+    return None if ":" in name else provenance.records(family_of(name)).get(name)
+
+
+def family_of(name: str) -> str:
+    """The file of ``families`` that holds a method."""
+    return recipes.method(name).__module__.rsplit(".", 1)[-1]
 
 
 def first_line(doc: str | None) -> str:

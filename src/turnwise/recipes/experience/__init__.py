@@ -14,6 +14,7 @@ from typing import Any
 
 from turnwise.config.named_object import call_arguments, load_object, signature_of, split_arguments
 from turnwise.errors import SettingError, TurnwiseError, nearest
+from turnwise.recipes import provenance
 from turnwise.recipes.experience import budgets, guidance, replay, samplers, strategies
 
 MODULES = {"sampler": samplers, "budget": budgets, "strategy": strategies, "guidance": guidance, "replay": replay}
@@ -70,7 +71,8 @@ def describe_piece(slot: str, name: str) -> dict[str, Any]:
 
     function = find(slot, name.partition(",")[0])
     doc = inspect.getdoc(function) or ""
-    built = piece(slot, name)
+    built, bare = piece(slot, name), name.partition(",")[0]
+    record = provenance.records(MODULES[slot].__name__.rsplit(".", 1)[-1]).get(bare)
     head, _, body = doc.partition("\n\n")
     body = body.split("\n\nPaper:")[0] if not body.startswith("Paper:") else ""
     return {
@@ -81,7 +83,8 @@ def describe_piece(slot: str, name: str) -> dict[str, Any]:
         "paper": docstring_section(doc, "Paper") or "–",
         "settings": docstring_section(doc, "Settings"),
         "deviation": docstring_section(doc, "Deviation") or "–",
-        "sure of": docstring_section(doc, "Sure of") or "–",
+        "sure of": record.sure_of if record else docstring_section(doc, "Sure of") or "–",
+        "sources": record.lines() if record else {},
         "parameters": {key: p.default for key, p in signature_of(function).items()},
         "requirements": sorted(getattr(built, "requirements", None) or getattr(built, "requires", None) or ()),
         "piece": repr(built),

@@ -39,8 +39,7 @@ def ppo(
     J = 1/N Σₜ min(ρₜAₜ, clip(ρₜ, 1±clip)Aₜ) − c ½ 1/N Σₜ max((v−G)², (clip(v, v_old±value_clip)−G)²)
 
     Paper: Proximal Policy Optimization Algorithms, arXiv 1707.06347; dual clip from arXiv 1912.09729.
-    Settings: clip 0.2, gamma 1, lambda 0.95 to 1, value clip 0.5, advantages whitened over the batch, dual clip 3 or off.
-    Sure of: the formula (official-lineage code)."""
+    Settings: clip 0.2, gamma 1, lambda 0.95 to 1, value clip 0.5, advantages whitened over the batch, dual clip 3 or off."""
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),
         gate=Clip(clip, clip, dual),

@@ -65,8 +65,7 @@ def grpo(clip: float = 0.2, beta: float = 0.04) -> Recipe:
 
     Paper: DeepSeekMath, arXiv 2402.03300.
     Settings: G 64, clip 0.2, beta 0.04, one update per batch. Later practice: beta 0 to 0.001, G 8-16.
-    Deviation: a group of one gets advantage 0, not its raw reward.
-    Sure of: the formula (official-lineage code), the constants (paper text)."""
+    Deviation: a group of one gets advantage 0, not its raw reward."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(WeightedPenalty(beta, KL("k3")),))
 
 
@@ -82,7 +81,7 @@ def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
     return Recipe(advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length))
 
 
-def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64, dual: float | None = None) -> Recipe:
+def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64, dual: float | None = 10.0) -> Recipe:
     """DAPO: GRPO with a wider upper clip, dynamic sampling, a token-level mean and a soft overlong penalty.
 
     J = 1/Σ|yᵢ| Σᵢ Σₜ min(ρₜAᵢ, clip(ρₜ, 1−low, 1+high)Aᵢ);  R ← R + clip((limit − cache − n)/cache, −1, 0);
@@ -90,8 +89,7 @@ def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64
 
     Paper: DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv 2503.14476.
     Settings: low 0.2, high 0.28, G 16, 16 updates per batch, limit 20480, cache 4096, dual clip 10 in its scripts.
-    Deviation: limit and cache scaled to short answers; one update per batch by default.
-    Sure of: the formula (official code and paper text)."""
+    Deviation: limit and cache scaled to short answers; one update per batch by default."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(low, high, dual),
@@ -107,8 +105,7 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     sᵢ = exp( 1/|yᵢ| Σₜ log ρₜ );  J = 1/G Σᵢ min(sᵢAᵢ, clip(sᵢ, 1−low, 1+high)Aᵢ)
 
     Paper: Group Sequence Policy Optimization, arXiv 2507.18071.
-    Settings: low 3e-4, high 4e-4, four mini-batches per rollout batch, no KL.
-    Sure of: the formula (official team, code in two public trainers)."""
+    Settings: low 3e-4, high 4e-4, four mini-batches per rollout batch, no KL."""
     return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY, cap=10.0), gate=Clip(low, high))
 
 
@@ -231,14 +228,15 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
 
 class LengthWeightedBaseline(Term):
     """A = R − Σ n R / Σ n over the group, n the tokens of a trajectory: the baseline of least variance when the squared norm
-    of a trajectory's score grows with its length."""
+    of a trajectory's score grows with its length. A trajectory alone has no baseline."""
 
     compares_peers = True
 
     def __call__(self, batch: Batch) -> Field:
         v = batch.reward.sum(TRAJECTORY)
         n = batch.tree.size(TOKEN, TRAJECTORY).to(v.x.dtype)
-        return v - (n * v).sum(GROUP) / n.sum(GROUP).clamp(low=1.0)
+        baseline = (n * v).sum(GROUP) / n.sum(GROUP).clamp(low=1.0)
+        return v - where(v.peer_count(GROUP) > 1, baseline, 0.0)
 
 
 def opo(clip: float = 0.2) -> Recipe:
@@ -247,8 +245,7 @@ def opo(clip: float = 0.2) -> Recipe:
     Aᵢ = Rᵢ − Σⱼ |yⱼ| Rⱼ / Σⱼ |yⱼ|;  token mean of the clipped surrogate
 
     Paper: On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
-    Settings: exact on-policy updates, so the clip (0.2) never acts; no KL, no entropy bonus.
-    Sure of: the formula (paper text, released code of a public trainer)."""
+    Settings: exact on-policy updates, so the clip (0.2) never acts; no KL, no entropy bonus."""
     return Recipe(advantage=LengthWeightedBaseline(), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 

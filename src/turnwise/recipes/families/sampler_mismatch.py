@@ -90,12 +90,11 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
 def geo_rs(low: float = 0.999, high: float = 1.001) -> Recipe:
     """Geo-RS: rejects trajectories by the geometric mean of the mismatch.
 
-    kept where low ≤ exp(meanₜ log π_old/μ) ≤ high; no weight
+    kept where low ≤ exp(meanₜ log μ/π_old) ≤ high; no weight
 
     Paper: When Speed Kills Stability, 2025 (a public note).
-    Settings: bounds 0.999 and 1.001.
-    Sure of: the formula (official code)."""
-    return replace(LEARNERS, keep=MismatchWithin(low, high, TRAJECTORY, mean=True))
+    Settings: bounds 0.999 and 1.001; bounds that are not symmetric are those of the sampler against the learner."""
+    return replace(LEARNERS, keep=MismatchWithin(low, high, TRAJECTORY, mean=True, inverse=True))
 
 
 class MismatchKLBelow(Mask):

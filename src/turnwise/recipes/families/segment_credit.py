@@ -473,8 +473,7 @@ def optimal_token(clip: float = 0.2, eps: float = 1e-8) -> Recipe:
 
     Paper: the advantage estimator optimal_token_baseline of a public trainer (verl), 2026.
     Settings: clip 0.2, eps 1e-8; the end of the longest row, beyond all others, has no baseline, and a group of one has none.
-    Deviation: no importance weights on W for samplers that differ from the learner.
-    Sure of: formula and constants (released code of a public trainer)."""
+    Deviation: no importance weights on W for samplers that differ from the learner."""
     return Recipe(advantage=OptimalTokenBaseline(eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 

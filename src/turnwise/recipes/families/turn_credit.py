@@ -136,11 +136,10 @@ def gigpo(
     Settings: omega 1, gamma 0.95, G 8, 16 tasks, k3 KL 0.01. scale=True divides by the std; rows=turn counts an
     episode's return once per turn (the released code), rows=trajectory once.
     Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the
-    environment's; a single episode gets 0.
-    Sure of: the formula (official code), the average over trajectories (ours)."""
+    environment's; a single episode gets 0."""
     peers = SameRecentStates()
     credit = Standardise(Outcome(), SameTask(rows), scale) + omega * Standardise(ReturnToGo(gamma), peers, scale)
-    return replace(grpo(clip, beta), advantage=credit)
+    return replace(grpo(clip, beta), advantage=credit, aggregate=Mean(TOKEN))
 
 
 SAME = 1e-9  # a smaller distance from the mean counts as 0, so that rounding does not decide
@@ -597,12 +596,15 @@ class ReturnUntilMismatch(Term):
 
 
 class GroupStdAbove(Mask):
-    """Groups whose returns have a std above ``threshold``."""
+    """Groups in which the population std of a value of each trajectory's first turn is above ``threshold``, and groups of one."""
 
+    value: Term
     threshold: float = 0.3
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
-        return view.batch.reward.sum(TRAJECTORY).std(GROUP) > self.threshold
+        tree = view.batch.tree
+        first = where(tree.index(TURN, TRAJECTORY) < 1, self.value(view.batch), 0.0).sum(TRAJECTORY)
+        return (first.std(GROUP, 0) > self.threshold) | (first.peer_count(GROUP) <= 1)
 
 
 def ui_s1(
@@ -616,16 +618,16 @@ def ui_s1(
 ) -> Recipe:
     """UI-S1: semi-online RL along expert traces; returns stop at the first mismatch.
 
-    Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁;  Aₖ = w_E F(R among the task's turns) + w_S F(Gₖ among the task's k-th turns)
+    Gₖ = rₖ + γ eₖ eₖ₊₁ Gₖ₊₁;  Aₖ = w_E F(rₖ among all the task's turns) + w_S F(Gₖ among the task's k-th turns)
 
     Paper: UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning, arXiv 2509.11543.
-    Settings: weights 1, gamma 0.5, G 8, KL 1e-4, groups with a reward std above 0.3. A single episode of one turn gets R.
+    Settings: weights 1, gamma 0.5, G 8, KL 1e-4, groups in which G₀ has a population std above 0.3. A task of one turn gets r.
     Deviation: the turn fact "match" is the environment's, and so is patching a history with the expert's action: write --env
     turnwise.environments.expert_path:KeyDoorPath,patches=2 (or LookupPath, or ExpertPath before a class of your own). Groups
-    without any spread are re-sampled, those below 0.3 only left out.
-    Sure of: the formula (official code), the average over trajectories (ours)."""
-    turns, matched = SameTask("turn"), ReturnUntilMismatch(Fact("match", TURN), gamma)
+    without any spread are re-sampled, those below 0.3 only left out."""
+    turns, step, matched = SameTask("turn"), EnvironmentReward(), ReturnUntilMismatch(Fact("match", TURN), gamma)
     credit = episode_weight * FallbackWithoutPeers(
-        Standardise(Outcome(), turns, scale), Outcome(), turns
+        Standardise(step, turns, scale), step, turns
     ) + step_weight * Standardise(matched, Same("index"), scale)
-    return replace(grpo(clip, beta), advantage=credit, admission=Spread(), keep=GroupStdAbove(least))
+    keep = GroupStdAbove(matched, least)
+    return replace(grpo(clip, beta), advantage=credit, aggregate=Mean(TOKEN), admission=Spread(), keep=keep)
