@@ -55,7 +55,7 @@ for module in (trust, offpolicy, reweight, agents, shelf, selection, values):
 
 HYPER = {
     "capo": {"objective": 1e-2, "policy": 1e-4},  # where our defaults are not the card's
-    "dapo": {"limit": 14, "cache": 6},  # answers of random batches are short
+    "dapo": {"limit": 14, "cache": 6, "dual": 10.0},  # answers of random batches are short
 }
 
 SCORES = {  # their oracle's loss is −w A log π with w detached; ours has the same gradient and another value
