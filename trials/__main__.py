@@ -31,9 +31,9 @@ from trials.outcome import Outcome, Results, faults
 from trials.report import page, table
 
 ROWS = Path(__file__).parent / "results"
-KILLS, EPISODES, STARVED = 120, 10_000, 20
+KILLS, EPISODES, STARVED = 200, 10_000, 20
 SHORT_KILLS, SHORT_EPISODES, SHORT_EVERY, SHORT_STARVED = 12, 200, 5, 3
-WANTED = {"kills": 100, "inputs": 200, "fuzz": 60_000, "sandbox": 3_000, "starvation": 20}
+WANTED = {"kills": 200, "inputs": 200, "fuzz": 60_000, "sandbox": 3_000, "starvation": 20}
 BAD_INPUTS = (bad_settings, bad_files, bad_environments, bad_models, bad_runs)
 Progress = Callable[[str], None]
 

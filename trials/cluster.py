@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
+from trials import finished_runs
 from trials.finished_runs import COMMAND, agree, success
 from trials.outcome import Outcome, Results
 from trials.report import table
@@ -178,52 +178,7 @@ def _tail(path: Path) -> str:
 
 def audit(run: Path) -> tuple[str, dict[str, int]]:
     """What is wrong with the accounts of a finished run (empty: nothing), and its counts."""
-    from turnwise.store.ledger import SqliteLedger
-
-    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
-        counts = ledger.group_counts()
-        groups = [group for group in ledger.groups() if group.state == "trained"]
-        ages = [
-            group.step - version
-            for group in groups
-            for trajectory in ledger.group(group.group_id).trajectories
-            for turn in trajectory.turns
-            for version in turn.version
-        ]
-    with contextlib.closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as database:
-        rows = database.execute("SELECT id, state, reason, void, dropped_at FROM groups").fetchall()
-        (end,) = database.execute("SELECT max(trained_at) FROM groups WHERE void = 0").fetchone()
-    undone = [row for row in rows if row[3]]
-    dropped = [row for row in rows if row[1] == "dropped" and not row[3]]
-    left = [row for row in rows if row[1] in ("in_flight", "finished")]
-    facts = {
-        "issued": counts.issued, "trained": len(groups), "dropped": len(dropped), "reissued": len(undone), "left": len(left),
-        "tokens": len(ages), "oldest": max(ages, default=0),
-    }  # fmt: skip
-    if counts.issued != len(groups) + len(dropped) + len(undone) + len(left):
-        return f"issued groups do not add up: {facts}", facts
-    if any(not row[2] for row in rows if row[1] == "dropped"):
-        return "a group was dropped without a reason", facts
-    kept = Counter(_number(row[0]) for row in rows if not row[3])
-    if twice := [number for number, count in kept.items() if count > 1]:
-        return f"the draws {twice[:5]} have more than one account", facts
-    owed = {_number(row[0]) for row in undone if row[4] < end}  # a resume after the last step issues nothing again
-    lost = [n for n in owed if n not in kept and n < max(kept)]
-    if lost:
-        return f"the draws {lost[:5]} were undone and never issued again", facts
-    if (trained := Counter(group.step for group in groups)) != dict.fromkeys(range(STEPS), GROUPS):
-        return f"groups trained on by step: {dict(trained)}", facts
-    if not ages or min(ages) < 0 or max(ages) > STALENESS:
-        return f"tokens are {min(ages, default=0)} to {max(ages, default=0)} versions old, allowed: {STALENESS}", facts
-    failed = json.loads((run / "summary.json").read_text())["success_after"]["failed"]
-    if failed:
-        return f"{failed} episodes of the final evaluation failed", facts
-    logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return ("" if logged == list(range(1, STEPS + 1)) else f"steps logged: {logged}"), facts
-
-
-def _number(key: str) -> int:
-    return int(key.split("~")[0])
+    return finished_runs.audit(run, dict.fromkeys(range(STEPS), GROUPS), STALENESS)
 
 
 # ------------------------------------------------------------------------ trial

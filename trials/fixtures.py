@@ -7,15 +7,19 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from trials.kills import SMALL, _child, _finish, _train
+from trials.commands import run_command
+
+FLAGS = """--env guess --difficulty 1 --hidden 32 --layers 1 --vocabulary 320 --cold-steps 4 --cold-batch 8 --steps 4 --groups 2
+    --group-size 4 --max-tokens 12 --context 160 --eval-tasks 6 --checkpoint-every 2 --threads 1 --trackers="""
+LIMIT = 300.0  # seconds that the run may take
 
 
 @cache
 def _root() -> Path:
     root = Path(tempfile.mkdtemp(prefix="turnwise-trial-"))
-    settings = {**SMALL, "method": "grpo", "out": str(root), "name": "finished", "steps": 4}
-    fault = _finish(_child(_train, settings))
-    assert fault is None, f"the run that broken copies are made from failed: {fault}"
+    argv = ["train", "grpo", *FLAGS.split(), "--out", str(root), "--name", "finished"]
+    status, _, err, _ = run_command(argv, root, LIMIT)
+    assert status == 0, f"the run that broken copies are made from failed: {status}, {err[-300:]}"
     return root
 
 

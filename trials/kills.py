@@ -1,159 +1,398 @@
-"""SIGKILL at random moments: every run resumes, loses nothing, and ends with the same weights as one that was never killed."""
+"""SIGKILL of a run or of a process that works for it: the run resumes, loses nothing, and ends with the weights of one that was
+never killed. Kind of run, who is killed and at which moment are drawn from a grammar, with a seed."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib.util
 import json
 import os
 import random
 import shutil
-import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-from trials.commands import FORKS
+from trials.commands import FORKS, command
+from trials.finished_runs import audit, trained
+from trials.moments import (
+    CHECKPOINT,
+    LEARNING,
+    PUBLICATION,
+    SAMPLING,
+    START,
+    Moment,
+    Victim,
+    family,
+    hit,
+    learn_told,
+    told,
+    words_of,
+)
 from trials.outcome import Outcome, Results
+from trials.same_weights import PARTS
 
-SMALL: dict[str, Any] = {
-    "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
-    "steps": 8, "groups": 2, "group_size": 4, "max_tokens": 12, "context": 160, "eval_tasks": 6, "checkpoint_every": 2,
-    "trackers": (), "threads": 1,
+SEED = 33
+LIMIT = 240.0  # seconds that a run may take: only a hang reaches it
+STEPS, SAVED = 5, 2  # steps, and between two checkpoints
+SMALL = f"""--env same_weights_parts:Letters --hidden 32 --layers 1 --vocabulary 320 --context 320 --threads 1 --device cpu
+    --cold-steps 4 --cold-batch 8 --steps {STEPS} --groups 3 --group-size 4 --max-tokens 10 --eval-tasks 4 --checkpoint-every
+    {SAVED} --trackers= --warmup 0 --lr 1e-3 --generator-seconds 5 --name run""".split()
+SERVED = SMALL[:14]  # what a server shares with the run
+END_SECONDS = 60.0  # for processes of a run that has ended to be gone: one that was starting imports torch first
+CLOCK_SECONDS = 0.02  # a shorter call is over before a clock rings inside it
+HASTE = 0.7  # of the measured seconds of a call: the machine may be less busy than it was
+LIVES = 6  # of a run: after a kill it may stop once with a message, and go on when it is resumed
+SHARED_MEMORY = Path("/dev/shm")
+RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_AUTH_MODE": "disabled"}
+BEFORE = "not met"  # the run was over at that moment, or had no such process: not counted
+RUN = "run"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Flags of a run, and who of it may be killed: by words in the command of the process. ``exact``: weights do not depend on
+    timing."""
+
+    flags: str
+    who: dict[str, str] = dataclasses.field(default_factory=dict)
+    exact: bool = True
+    staleness: int = 0
+    served: bool = False
+    ray: bool = False
+
+
+KINDS = {
+    "plain groups": Kind("grpo"),
+    "replay": Kind("spear_replay"),
+    "separate critic": Kind("ppo --critic separate"),
+    "several passes": Kind("dapo --epochs 2 --minibatches 2"),
+    "staleness 2": Kind("grpo --staleness 2", exact=False, staleness=2),
+    "agent": Kind("rloo --agent same_weights_parts:solve"),
+    "local generator": Kind("grpo --generator local", {"generator": "turnwise.training.serve"}),
+    "two ranks": Kind("grpo --ranks 2", {"rank 1": "turnwise.engines.sharded.worker"}),
+    "server": Kind("grpo --generator URL", {"server": ""}, served=True),
+    "isolated environment": Kind("grpo --isolate-env", {"environment host": "turnwise.environments.isolated"}),
+    "episodes in processes": Kind("grpo --env-processes 2", {"environment host": "turnwise.training.episodes"}),
+    "Ray": Kind(
+        "grpo --staleness 1 --cluster ADDRESS,generators=1,environments=1,restarts=1000",
+        {
+            "driver": "", "learner": "ray::LearnerActor", "generator": "ray::GeneratorActor",
+            "environment": "ray::EnvironmentActor",
+        },
+        exact=False, staleness=1, ray=True,
+    ),
 }  # fmt: skip
-LIMIT = 300.0  # seconds that a child may take: only a hang reaches it
-
-RUNS: dict[str, dict[str, Any]] = {  # what a run keeps between steps, and a method that has it
-    "plain groups": {"method": "grpo"},
-    "critic": {"method": "ppo"},
-    "separate critic": {"method": "ppo", "critic": "separate"},
-    "value tracker": {"method": "spo_single"},
-    "replay": {"method": "spear_replay"},
-    "demonstration cache": {"method": "bepa", "demos": "oracle"},
-    "credit of another method": {"method": "sapo", "credit": "gigpo"},
-    "LoRA": {"method": "grpo", "lora_rank": 4},
-    "several passes": {"method": "dapo", "epochs": 2, "minibatches": 2},
-}
-STALE = {"staleness 1": {"method": "rloo", "staleness": 1}, "staleness 2": {"method": "grpo", "staleness": 2}}
+STAGES = {LEARNING: 4, PUBLICATION: 4, SAMPLING: 2, CHECKPOINT: 1, START: 1}  # how often each is drawn
 
 
-def trial(kills: int, results: Results, progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """``kills`` kills, spread over all kinds of runs. Weights of a stale run depend on timing: only its accounts are checked."""
-    kinds = {**RUNS, **STALE, "preferences": _preferences()}
-    share = -(-kills // len(kinds))
-    for kind, settings in kinds.items():
-        if results.count("kills", kind) >= share:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            progress(f"kills: {kind}, {results.count('kills', kind)} of {share}")
-            yield from _kind(kind, settings, share, results, Path(folder))
+# ------------------------------------------------------------------------- the grammar
 
 
-def _preferences() -> dict[str, Any]:
-    return {"method": "dpo", "data": "PAIRS", "steps": 8}
+@dataclass(frozen=True)
+class Kill:
+    kind: str
+    who: str
+    stage: str
+    occurrence: int  # of the stage in the run
+    depth: float  # in [0, 1): how far inside it
+    by: str  # events of the interpreter, or seconds: those reach into what computes without it, and may come late
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.who} in {self.stage} {self.occurrence}, at {self.depth:.4f} of its {self.by}"
 
 
-def _kind(kind: str, settings: dict[str, Any], kills: int, results: Results, folder: Path) -> Iterator[Outcome]:
-    settings = {**SMALL, **settings}
-    if settings.get("data") == "PAIRS":
-        settings["data"] = str(_write_pairs(folder / "pairs.jsonl"))
-    whole = folder / "whole"
-    began = time.monotonic()
-    fault = _finish(_start(settings, whole))
-    seconds = time.monotonic() - began
-    if fault is not None:
-        yield Outcome(
-            "kills", f"{kind}, without kills", "failed", f"the run without kills failed: {fault}", seconds, 0, kind
-        )
-        return
-    for attempt in range(1, 10 * kills):
-        left, name = kills - results.count("kills", kind), f"{kind}, run {attempt}"
-        if left <= 0:
-            return
-        if results.done("kills", name):
-            continue
-        out, rng = folder / f"killed-{attempt}", random.Random(name)
-        number, fault = _killed(settings, out, seconds, rng, min(3, left))
-        fault = fault or _difference(out / "run", whole / "run", settings)
-        yield Outcome("kills", name, "failed" if fault else "resumed", fault, seconds, number, kind)
-        shutil.rmtree(out, ignore_errors=True)
+def draw(seed: int) -> Iterator[Kill]:
+    """Every kind of run, and everyone in it, about equally often, at moments that the seed gives."""
+    rng, bag = random.Random(seed), list[str]()
+    whos: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    while True:
+        bag = bag or rng.sample(sorted(KINDS), len(KINDS))
+        kind = bag.pop()
+        names = [*(() if KINDS[kind].ray else (RUN,)), *KINDS[kind].who]
+        whos[kind] = whos[kind] or rng.sample(names, len(names))
+        stage = rng.choices(list(STAGES), list(STAGES.values()))[0]
+        occurrence = rng.randrange(STEPS // SAVED if stage == CHECKPOINT else 1 if stage == START else STEPS)
+        by = "seconds" if stage == START else rng.choice(("events", "events", "seconds"))
+        yield Kill(kind, whos[kind].pop(), stage, occurrence, rng.random(), by)
 
 
-def _killed(settings: dict[str, Any], out: Path, seconds: float, rng: random.Random, most: int) -> tuple[int, str]:
-    """One run to its end, killed at most ``most`` times: how often, and what went wrong."""
-    run, kills, process = out / "run", 0, _start(settings, out)
-    while kills < most:
-        process.join(rng.uniform(0.05, 0.7) * seconds)
-        if not process.is_alive():
-            break
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        kills += 1
-        process = _resume(run) if (run / "run.json").is_file() else _start(settings, out)
-    return kills, _finish(process) or ""
+def missing() -> dict[str, str]:
+    """Kinds of runs that this machine does not have, and why."""
+    return {} if importlib.util.find_spec("ray") else {"Ray": "ray is not installed"}
 
 
-def _difference(run: Path, whole: Path, settings: dict[str, Any]) -> str:
+# ---------------------------------------------------------------------------- the trial
+
+
+def trial(kills: int, results: Results, progress: Callable[[str], None], seed: int = SEED) -> Iterator[Outcome]:
+    for kind, why in missing().items():
+        progress(f"kills: {kind} is left out: {why}")
+    progress(f"kills: seed {seed}")
+    counted = 0
+    with Bench() as bench:
+        for kill in draw(seed):
+            if counted >= kills:
+                return
+            if kill.kind in missing() and not results.done("kills", kill.name):
+                continue
+            if not results.done("kills", kill.name):
+                began = time.monotonic()
+                result, fault = bench.run(kill)
+                seconds, count = time.monotonic() - began, int(result != BEFORE)
+                progress(f"kills: {counted + count} of {kills}; {kill.name}: {result}, {seconds:.1f} s {fault}")
+                yield Outcome("kills", kill.name, result, fault, seconds, count, kill.kind)
+            counted += results.outcomes["kills", kill.name].count
+
+
+class Bench:
+    """A folder for runs, the processes that are there before them, and of each kind of run one that is never killed."""
+
+    def __enter__(self) -> Bench:
+        self.folder = Path(tempfile.mkdtemp(prefix="tw-kills-"))
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        # what a killed process leaves becomes a child of this one, so that it is seen
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        os.environ |= RAY
+        FORKS.Process(target=int).start()  # starts the server that forks
+        self.undisturbed = functools.cache(self._undisturbed)
+        self.cluster = functools.cache(self._cluster)
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self._ends.close()
+
+    def _cluster(self) -> str:
+        """The address of a Ray cluster on this machine, which outlives the commands that use it."""
+        here = str(Path(__file__).parents[1])  # the learner, a process of Ray's, tells its moments, too
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        import ray
+
+        ray.init(
+            "local", num_cpus=8, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
+            namespace="turnwise", configure_logging=False,
+        )  # fmt: skip
+        self._ends.callback(ray.shutdown)
+        return str(ray.get_runtime_context().gcs_address)
+
+    def _undisturbed(self, kind: str) -> tuple[Path, dict[str, list[tuple[float, float]]]]:
+        """The run of a kind that nobody kills, and of each of its stages the events and seconds of every call."""
+        life = KilledRun(self, kind, self.folder / kind.replace(" ", "-"))
+        fault = life.to_the_end()
+        assert not fault, f"{kind}, not killed: {fault}"
+        initial = load_file(life.run / "initial" / "model.safetensors")
+        assert _differing(load_file(life.run / "model" / "model.safetensors"), initial), f"{kind} learned nothing"
+        return life.run, json.loads(life.moments.with_suffix(".json").read_text())
+
+    def run(self, kill: Kill) -> tuple[str, str]:
+        """How a killed run came out, and what must not be so."""
+        whole, measures = self.undisturbed(kill.kind)
+        calls = measures.get(kill.stage) or [(0, 1.0)]
+        events, seconds = calls[min(kill.occurrence, len(calls) - 1)]
+        by = "events" if seconds < CLOCK_SECONDS and kill.stage != START else kill.by
+        moment = Moment(kill.stage, kill.occurrence, kill.depth * (events if by == "events" else HASTE * seconds), by)
+        life = KilledRun(self, kill.kind, self.folder / "killed", moment, kill.who)
+        fault = life.to_the_end() or difference(life.run, whole, KINDS[kill.kind])
+        reached = hit(life.moments)
+        if fault:
+            shutil.rmtree(kept := self.folder.with_name(f"{self.folder.name}-fault"), ignore_errors=True)
+            shutil.copytree(life.folder, kept)
+            fault += f" (kept in {kept})"
+        shutil.rmtree(life.folder, ignore_errors=True)
+        if reached is None:
+            return (BEFORE if not fault else "failed"), fault
+        return (f"failed in {reached[0]}" if fault else f"held in {reached[0]}"), fault
+
+
+class KilledRun:
+    """One run in a folder of its own, from its start over its kill to its end."""
+
+    def __init__(self, bench: Bench, kind: str, folder: Path, moment: Moment | None = None, who: str = RUN) -> None:
+        self.bench, self.kind, self.folder, self.moment, self.who = bench, KINDS[kind], folder, moment, who
+        self.run, self.moments = folder / "out" / "run", folder / "moments"
+        for path in (folder / "out", folder / "tmp", folder / "state"):
+            path.mkdir(parents=True)
+        (folder / "same_weights_parts.py").write_text(PARTS)
+        self.server: Any = None
+        self.seen: set[int] = set()  # every process that belonged to the run
+
+    def to_the_end(self) -> str:
+        """Start the run, let it be killed, resume it until it has ended. What was wrong; empty if nothing."""
+        if self.kind.ray:
+            self.bench.cluster()
+        before, shared = set(family(os.getpid())), set(os.listdir(SHARED_MEMORY))
+        try:
+            if self.kind.served:
+                self.port = _free_port()
+                self._serve()
+            fault = self._lives(before)
+            if self.server is not None:
+                self.server.terminate()
+                self.server.join(END_SECONDS)
+            return fault or self._left(before, shared)
+        finally:
+            for pid in set(family(os.getpid())) - before if not self.kind.ray else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            for pid in self.seen:  # became children of this process
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _lives(self, before: set[int]) -> str:
+        for _ in range(LIVES):
+            words = ["resume", str(self.run)] if (self.run / "run.json").is_file() else ["train", *self._flags()]
+            process = self._start(words)
+            until = time.monotonic() + LIMIT
+            while process.is_alive():
+                process.join(0.2)
+                self.seen |= set(family(os.getpid())) - before
+                if self.server is not None and not self.server.is_alive():
+                    self._serve()  # what an operator or a supervisor does
+                if time.monotonic() > until:
+                    process.kill()
+                    process.join()
+                    return f"still running after {LIMIT:g} s: {self._said()}"
+            if process.exitcode == 0:
+                return ""
+            if "Traceback (most recent call last)" in self._said():
+                return f"traceback: {self._said()[-400:]}"
+            if process.exitcode != -9 and "turnwise: " not in self._said():
+                return f"exit status {process.exitcode} without a message: {self._said()[-400:]}"
+            if hit(self.moments) is None:
+                return f"exit status {process.exitcode} before any kill: {self._said()[-400:]}"
+            if process.exitcode == -9 and not self.kind.ray and (left := self._processes_left(before)):
+                return left  # beside a run that was killed and not resumed yet
+        return f"it did not go on in {LIVES} lives: {self._said()[-400:]}"
+
+    def _flags(self) -> list[str]:
+        flags = self.kind.flags
+        if self.kind.served:
+            flags = flags.replace("URL", f"http://127.0.0.1:{self.port}")
+        if self.kind.ray:
+            flags = flags.replace("ADDRESS", self.bench.cluster())
+        return [*flags.split(), *SMALL, "--out", str(self.folder / "out")]
+
+    def _start(self, argv: list[str]) -> Any:
+        words = self.kind.who.get(self.who, "")  # none: the command itself
+        victim = Victim(words, os.getpid() if self.kind.ray and words else 0)
+        if self.kind.served and self.who == "server":
+            victim = Victim(root=self.server.pid)
+        return self._child(argv, f"{self.folder}/stderr.txt", self.moments, self.moment, victim, self.kind.ray)
+
+    def _serve(self) -> None:
+        words = ["serve", "tiny", *SERVED, "--address", f"127.0.0.1:{self.port}"]
+        self.server = self._child(words, f"{self.folder}/server.txt")
+        until = time.monotonic() + LIMIT
+        while time.monotonic() < until and self.server.is_alive():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+                return
+            time.sleep(0.05)
+
+    def _child(self, words: list[str], errors: str, *more: Any) -> Any:
+        process = FORKS.Process(target=child, args=(words, str(self.folder), errors, *more))
+        process.start()
+        return process
+
+    def _said(self) -> str:
+        path = self.folder / "stderr.txt"
+        return " ".join(path.read_text(errors="replace").split()) if path.is_file() else ""
+
+    def _processes_left(self, before: set[int]) -> str:
+        own = before | ({self.server.pid} if self.server is not None and self.server.is_alive() else set())
+        until = time.monotonic() + END_SECONDS
+        while left := [pid for pid in set(family(os.getpid())) - own if not self.kind.ray or "Actor" in words_of(pid)]:
+            self.seen |= set(left)
+            if time.monotonic() > until:
+                return f"processes are left: {[words_of(pid)[-200:] for pid in left]}"
+            time.sleep(0.1)
+        return ""
+
+    def _left(self, before: set[int], shared: set[str]) -> str:
+        """What is left of a run that has ended, beside its directory."""
+        if left := self._processes_left(before):
+            return left
+        memory = [name for name in set(os.listdir(SHARED_MEMORY)) - shared if _numbers(name) & self.seen]
+        places = [self.folder / "tmp", self.folder / "state" / "turnwise" / "servers", self.folder / "out"]
+        files = [str(path) for place in places if place.is_dir() for path in place.iterdir() if path != self.run]
+        files = [path for path in files if not path.endswith("/tmp/matplotlib")]
+        return f"files are left: {[*memory, *files]}" if memory or files else ""
+
+
+def child(
+    words: list[str], folder: str, errors: str, moments: Path | None = None, moment: Moment | None = None,
+    victim: Victim | None = None, ray: bool = False,
+) -> None:  # fmt: skip
+    """What the process of a command does."""
+    os.environ |= {"TMPDIR": f"{folder}/tmp", "XDG_STATE_HOME": f"{folder}/state"}
+    tempfile.tempdir = None
+    with contextlib.ExitStack() as stack:
+        if moments is not None and ray:
+            stack.enter_context(_in_learner(moments, moment, victim or Victim()))
+        elif moments is not None:
+            stack.enter_context(told(moments, moment, victim))
+        command(words, folder, f"{folder}/stdout.txt", errors)
+
+
+@contextlib.contextmanager
+def _in_learner(moments: Path, moment: Moment | None, victim: Victim) -> Iterator[None]:
+    """The run of a cluster is in the process of its learner, which Ray starts: it tells there. Who drives is this process."""
+    from turnwise.training.cluster import driver
+
+    start = driver.ClusterRun.start
+    victim = victim if victim.words else Victim(root=os.getpid())
+
+    def start_told(run: Any, learn: Callable[..., Any], notes: Any) -> None:
+        start(run, functools.partial(learn_told, moments, moment, victim, learn), notes)
+
+    driver.ClusterRun.start = start_told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        driver.ClusterRun.start = start  # type: ignore[method-assign]
+
+
+# -------------------------------------------------------------------------- the verdict
+
+
+def difference(run: Path, whole: Path, kind: Kind) -> str:
     """In what a killed run differs from one that was not; empty if in nothing."""
-    from turnwise.store.ledger import SqliteLedger
-
-    with SqliteLedger(run / "ledger.sqlite", readonly=True) as ledger:
-        counts = ledger.group_counts()
-    if counts.issued != counts.in_flight + counts.finished + counts.trained + counts.dropped:
-        return f"the ledger does not balance: {counts}"
-    logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    if logged != list(range(1, settings["steps"] + 1)):
-        return f"steps logged: {logged}"
-    if settings.get("staleness"):
+    fault, _ = audit(run, trained(whole), kind.staleness)
+    if fault:
+        return fault
+    names = [{_without_numbers(str(path.relative_to(folder))) for path in folder.rglob("*")} for folder in (run, whole)]
+    if more := sorted(names[0] - names[1]):
+        return f"the run directory holds {more[:5]}, and that of the other run does not"
+    if not kind.exact:
         return ""
     mine, theirs = (load_file(path / "model" / "model.safetensors") for path in (run, whole))
-    differing = [key for key in theirs if key not in mine or not (mine[key] == theirs[key]).all()]
+    differing = _differing(mine, theirs)
     return f"weights differ: {differing[:3]}" if differing else ""
 
 
-def _start(settings: dict[str, Any], out: Path) -> Any:
-    return _child(_train, {**settings, "out": str(out), "name": "run"})
+def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    return [key for key in theirs if key not in mine or not (mine[key] == theirs[key]).all()]
 
 
-def _resume(run: Path) -> Any:
-    return _child(_continue, str(run))
+def _without_numbers(name: str) -> str:
+    return "".join("0" if letter.isdigit() else letter for letter in name)
 
 
-def _child(function: Callable[[Any], None], argument: Any) -> Any:
-    process = FORKS.Process(target=function, args=(argument,))
-    process.start()
-    return process
+def _numbers(name: str) -> set[int]:
+    return {int(part) for part in "".join(c if c.isdigit() else " " for c in name).split()}
 
 
-def _train(settings: dict[str, Any]) -> None:
-    from turnwise.training import api
-
-    api.train(**settings)
-
-
-def _continue(run: str) -> None:
-    from turnwise.training import api
-
-    api.resume(run)
-
-
-def _finish(process: Any) -> str | None:
-    process.join(LIMIT)
-    if process.is_alive():
-        process.kill()
-        return f"still running after {LIMIT:g} s"
-    return None if process.exitcode == 0 else f"exit status {process.exitcode}"
-
-
-def _write_pairs(path: Path) -> Path:
-    rng = random.Random(0)
-    rows = [(rng.randint(1, 50), rng.randint(1, 50)) for _ in range(60)]
-    lines = [
-        json.dumps({"prompt": f"guess {a} or {b}?", "chosen": f"{max(a, b)}", "rejected": f"{min(a, b)} {n}"})
-        for n, (a, b) in enumerate(rows)
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines))
-    return path
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

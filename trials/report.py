@@ -18,9 +18,16 @@ TITLES = {
 }
 TEXTS = {
     "kills": """
-SIGKILL at a random moment, then `turnwise resume`. *Resumed*: every step is logged once, the ledger balances, and the
-weights at the end are those of a run that was never killed, bit for bit. With staleness, weights depend on timing: only
-the accounts are compared.""",
+SIGKILL of a run, or of a process that works for it, then `turnwise resume` where the run ended; a killed server is started
+again. Kind of run, who is killed and the moment are drawn from a grammar, with seed 33: before the loop, or inside one of its
+calls (sampling, learning, publication, a checkpoint), after a share of the call's events of the interpreter, or of its seconds.
+*Held in* names the stage that the run was in when the kill came, as the run itself noted it; *resumed* are earlier kills, at
+times that nobody noted. Every step is logged once, the ledger balances, no group is lost or trained on twice, no token is older
+than the staleness allows, and the weights at the end are those of a run that was never killed, bit for bit; with staleness they
+depend on timing, and only the accounts are compared. No process is left, and no file that the other run does not leave: in the
+run directory, the temporary folder, shared memory and the folder of server tokens. *Not met*: the run was over, or had no such
+process, at the drawn moment; not counted. Runs on Ray have one actor of each kind, on one machine. Nobody tried: a power
+failure, several machines, a second kill while a run is resumed.""",
     "inputs": """
 *Refused*: one message and exit status 2. *Ran*: the input is usable, or the episode that it spoils is dropped.
 *Reported*: a check names the problem. A traceback, a hang and a silent acceptance are faults.""",

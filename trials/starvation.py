@@ -25,6 +25,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from trials.commands import FORKS, command
+from trials.moments import family
 from trials.outcome import Outcome, Results
 
 SEED = 33
@@ -79,20 +80,6 @@ def draw(seed: int) -> Iterator[Attempt]:
 
 
 # ----------------------------------------------------------------------- what runs out
-
-
-def family(pid: int) -> list[int]:
-    """A process and its descendants that live."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = entry.read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    pids = [pid]
-    for one in pids:
-        pids += children.get(one, [])
-    return pids
 
 
 def _limits(kind: int, amount: Callable[[int], int]) -> Callable[[int, Path, Attempt, random.Random], Release | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from trials import (
     fixtures,
     fuzz,
     kills,
+    moments,
     sandbox,
     starvation,
 )
@@ -36,6 +39,9 @@ SHORT = {  # attempts that reach far and end soon, of each kind of bad input
 }  # fmt: skip
 
 
+LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="other processes are listed and limited as on Linux")
+
+
 def run(outcomes, results):
     for outcome in outcomes:
         results.add(outcome)
@@ -49,14 +55,38 @@ def no_fault(outcomes):
 # --------------------------------------------------------------------- the parts
 
 
-@pytest.mark.slow
-def test_a_killed_run_resumes(monkeypatch):
-    monkeypatch.setattr(kills, "RUNS", {"value tracker": kills.RUNS["value tracker"]})
-    monkeypatch.setattr(kills, "STALE", {})
-    monkeypatch.setattr(kills, "_preferences", lambda: {"method": "grpo"})
+@pytest.mark.thorough
+@LINUX
+def test_killed_runs_resume(monkeypatch):
+    few = ("plain groups", "local generator", "episodes in processes")
+    monkeypatch.setattr(kills, "KINDS", {kind: kills.KINDS[kind] for kind in few})
     results = Results()
-    no_fault(run(kills.trial(2, results, print), results))
-    assert sum(o.count for o in results.outcomes.values()) == 2
+    no_fault(run(kills.trial(3, results, print), results))
+    assert sum(o.count for o in results.outcomes.values()) == 3
+
+
+def test_kills_are_drawn_from_a_grammar_by_its_seed_and_most_fall_inside_learning_or_publication():
+    drawn = [list(itertools.islice(kills.draw(seed), 400)) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert {(k.kind, k.who) for k in drawn[0]} >= {(n, who) for n, kind in kills.KINDS.items() for who in kind.who}
+    assert {k.stage for k in drawn[0]} == set(kills.STAGES)
+    assert sum(k.stage in (moments.LEARNING, moments.PUBLICATION) for k in drawn[0]) > 200
+    assert len({k.name for k in drawn[0]}) == 400
+
+
+def test_a_run_notes_what_it_does_and_the_kill_falls_there(tmp_path, monkeypatch):
+    killed = []
+    monkeypatch.setattr(moments.os, "kill", lambda *words: killed.append(words))
+    file = tmp_path / "moments"
+    told = moments.Told(file, moments.Moment(moments.PUBLICATION, 1, 5), moments.Victim())
+    for _ in range(3):
+        with told.inside("update"):
+            assert told.stage == moments.LEARNING
+        with told.inside("publish"):
+            for number in range(20):
+                str(number).strip()
+    assert killed == [(os.getpid(), signal.SIGKILL)] and moments.hit(file) == (moments.PUBLICATION, 1)
+    assert not moments.Told(file, moments.Moment(moments.PUBLICATION, 1, 5), moments.Victim()).armed  # a later life
 
 
 @pytest.mark.slow
@@ -85,7 +115,7 @@ def test_attacks_on_every_rung():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="limits of another process are set by Linux")
+@LINUX
 def test_starved_runs():
     results = Results()
     no_fault(run(starvation.trial(2, results, print), results))
