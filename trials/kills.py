@@ -42,7 +42,7 @@ from trials.outcome import Outcome, Results
 from trials.same_weights import PARTS
 
 SEED = 33
-LIMIT = 240.0  # seconds that a run may take: only a hang reaches it
+LIMIT = 600.0  # seconds that a run may take: only a hang reaches it
 STEPS, SAVED = 5, 2  # steps, and between two checkpoints
 SMALL = f"""--env same_weights_parts:Letters --hidden 32 --layers 1 --vocabulary 320 --context 320 --threads 1 --device cpu
     --cold-steps 4 --cold-batch 8 --steps {STEPS} --groups 3 --group-size 4 --max-tokens 10 --eval-tasks 4 --checkpoint-every
