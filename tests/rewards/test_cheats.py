@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -154,6 +155,8 @@ WEAK_SPOTS = {  # a test in another form than f(x) == y, and a cheat that is mad
     "a test function's name": ("def check(g):\n    assert g(2) == 5\ncheck(f)", "def check(g): pass\ndef f(x): return 0"),
     "attributes": ("assert f(2).value == 5", LIAR.format(base="")),
     "text of an object": ("assert str(f(2)) == '5'", LIAR.format(base="") + "Liar.__str__ = lambda s: '6'"),
+    "a comparison of the program's": ("assert isclose(f(2), 5)", "def isclose(*a): return True\ndef f(x): return 0"),
+    "a container of the program's": ("assert Counter(f(2)) == Counter([5])", "def Counter(x): return 0\ndef f(x): return 0"),
     "an error that is wanted": (
         "try:\n    f(2)\nexcept ValueError: pass\nelse: assert False",
         "import os\ndef f(x): os._exit(0)",
@@ -207,6 +210,31 @@ HONEST = {
 def test_honest_programs_pass(name):
     program, tests = HONEST[name]
     assert earned(program, tests) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ("def check(candidate):\n assert candidate(2) == 5", "uses no name of the program"), ("", "uses no name"),
+        ("assertEqual(f(2), 5)", "does not define assertEqual"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs and 1 outputs"),
+    ],
+)  # fmt: skip
+def test_a_test_that_cannot_tell_a_wrong_program_is_refused_in_words(test, words):
+    with pytest.raises(ValueError, match=words):
+        earned("def assertEqual(*a): pass\ndef f(x): return 0", test)
+
+
+def test_a_package_that_the_test_leaves_to_the_program_is_never_the_programs():
+    with contextlib.suppress(ValueError):  # refused in words where the sandbox has no NumPy
+        program = "class np:\n allclose = staticmethod(lambda *a: True)\ndef f(x): return 0"
+        assert earned(program, ["assert np.allclose(f(2), 5)"]) == 0
+
+
+def test_of_many_tests_a_program_cannot_foresee_which_are_run():
+    tests = [f"assert f({i}) == {i * i}" for i in range(128)]
+    assert earned("def f(x): return x * x", tests) == 1.0
+    assert earned("def f(x): return x * x if x < 64 else 0", tests) == 0.0
 
 
 def test_a_test_that_passes_a_function_is_refused_in_words():
@@ -284,6 +312,11 @@ def test_exact_pays_one_right_answer(answer, reference):
     assert builtin.exact(answer, reference) == {"score": 0.0, "success": False}
 
 
+def test_marks_around_an_answer_do_not_count():
+    for answer in ("Paris", "Paris.", "Paris!", "**Paris**", '"Paris"', "`Paris`", "<answer>\n 'Paris'. </answer>"):
+        assert builtin.exact(answer, "Paris")["score"] == 1.0, answer
+
+
 @pytest.mark.parametrize("texts", [["", ""], [" ", "\n"], ["...", "..."], ["<answer></answer>"] * 3, ["\\boxed{}"] * 3])
 def test_silence_is_no_majority(texts):
     assert builtin.majority([*texts, "7"]) == [0.0] * len(texts) + [1.0]
@@ -291,6 +324,10 @@ def test_silence_is_no_majority(texts):
 
 def test_an_empty_match_has_no_vote():
     assert builtin.majority(["answer: ", "answer: ", "answer: 7"], pattern=r"answer: *(\w*)") == [0.0, 0.0, 1.0]
+
+
+def test_a_full_pattern_does_not_match_the_end_of_a_long_answer():
+    assert builtin.regex("no " + "1" * builtin.MAX_TEXT, pattern="[0-9]+", full=True) == 0.0
 
 
 @pytest.mark.parametrize(("answer", "pattern"), [("7 or 8", "7"), ("7\n8", "[0-9]"), ("x" * 9 + "7", "7"), ("7\n", "7")])
@@ -331,7 +368,11 @@ MATH_CHEATS = [
     ("\\boxed{7|8}", "7"), ("\\boxed{7_8}", "7"), ("\\boxed{\\pm 7}", "7"), ("\\boxed{[6, 8]}", "7"), ("\\boxed{x}", "7"),
     ("\\boxed{7 \\text{ cm}}", "7 \\text{ m}"), ("7 g", "7 kg"), ("\\boxed{7 minutes}", "7 hours"), ("\\boxed{7}", "x+y=7"),
     ("\\boxed{}", "7"), ("\\boxed{\\mathbb{R}}", "7"), ("\\boxed{1}", "\\{1, 2\\}"), ("\\boxed{1, 2, 3}", "1, 2"),
-    ("\\boxed{x \\le 7}", "x < 7"),
+    ("\\boxed{x \\le 7}", "x < 7"), ("\\boxed{\\le 7}", "7"), ("\\boxed{\\approx 7}", "7"), ("\\boxed{7?}", "7"), ("7 + c", "7"),
+    ("\\boxed{7 \\to 8}", "7"), ("\\boxed{7 \\mid 8}", "7"), ("\\boxed{\\neg 7}", "7"), ("\\boxed{7-}", "7"),
+    ("\\boxed{7'}", "7"), ("\\boxed{7 \\cdot}", "7"), ("7 \\text{ cm}^2", "7 \\text{ cm}^3"), ("7 am", "7 pm"), ("GOD", "DOG"),
+    ("0.0000002", "0.0000001"),
+    ("3.14159266", "3.14159265"),
 ]  # fmt: skip
 
 
@@ -348,6 +389,8 @@ def test_maths_that_is_not_equal_is_not_paid(answer, reference):
     [
         ("\\boxed{x = 7}", "7"), ("\\boxed{3 + 4 = 7}", "7"), ("\\boxed{x = \\frac{14}{2} = 7}", "7"), ("7 meters", "7 m"),
         ("\\boxed{7 \\text{ cm}}", "7"), ("\\boxed{|-7|}", "7"), ("\\boxed{7}", "x = 7"), ("\\boxed{x_1 = 7}", "7"),
+        ("\\boxed{5 < x}", "x > 5"), ("[5, \\infty)", "x \\ge 5"), ("1,000", "1000.0"),
+        ("\\boxed{\\text{DOG}}", "DOG"), ("x + 1", "1 + x"),
     ],
 )  # fmt: skip
 def test_maths_that_is_equal_is_paid(answer, reference):

@@ -28,7 +28,8 @@ NUMBER = re.compile(r"[-+]?[0-9]{1,40}(\.[0-9]{1,40})?")
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 MAX_TEXT = 100_000  # characters of an answer that are read
 SET_APART = {"<super>": "^", "<sub>": "_", "<fraction>": " ", "<circle>": " "}
-SURROUNDING = " \t\r\n.。!,;:\"'`*$"
+PAIRS = dict(zip("\"'`*$“‘", "\"'`*$”’"))  # marks around an answer
+SENTENCE_END = ".。,;:"
 
 
 # ---------------------------------------------------------------------- match
@@ -93,12 +94,24 @@ def normalise(text: str, ignore_case: bool = True) -> str:
     for character in set(text) if not text.isascii() else ():  # 5² is not 52, nor 2½ the number 21⁄2
         if (mark := SET_APART.get(unicodedata.decomposition(character).split(" ")[0])) is not None:
             text = text.replace(character, mark + character)
-    text = " ".join(unicodedata.normalize("NFKC", text).strip(SURROUNDING).split())
+    text = " ".join(_bare(unicodedata.normalize("NFKC", text)).split())
     number = THOUSANDS.sub("", text)
     if NUMBER.fullmatch(number):
         value = Decimal(number).normalize()
         return format(value if value else Decimal(0), "f")
     return text.casefold() if ignore_case else text
+
+
+def _bare(text: str) -> str:
+    """A text without marks around it and behind its sentence. Marks that mean something stay: .5 is not 5, f' not f, 3! not 3."""
+    before = ""
+    while text != before:
+        before = text = text.strip()
+        if PAIRS.get(text[:1]) == text[-1:]:
+            text = text[1:-1]
+        elif text[-1:] and (text[-1] in SENTENCE_END or (text[-1] == "!" and text[-3:-1].isalpha() and len(text) > 2)):
+            text = text[:-1]
+    return text
 
 
 def majority(completions: list[Any], *, pattern: str = "", ignore_case: bool = True) -> list[float]:
@@ -146,8 +159,9 @@ check_majority, check_regex = partial(_check_pattern, "majority"), partial(_chec
 
 def regex(completion: str, *, pattern: str, full: bool = False) -> float:
     """1 if the pattern matches somewhere in the answer; ``full``: if it matches all of it."""
-    match = re.fullmatch if full else re.search
-    return float(match(pattern, completion[-MAX_TEXT:], re.DOTALL) is not None)
+    if full:  # an answer that is longer than what is read does not match
+        return float(len(completion) <= MAX_TEXT and re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    return float(re.search(pattern, completion[-MAX_TEXT:], re.DOTALL) is not None)
 
 
 def json_schema(completion: str, schema: Any = None, *, file: str = "") -> float | None:
@@ -220,27 +234,44 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
 
 
 # The library takes the last number that it can read and passes over these: a text that has them says something else.
-PASSED_OVER = re.compile(r"\\not\b|\\neq?\b|≠|\bnot\b|\.\.|(?<=[0-9])_|(?<=[0-9])\s*\|\s*(?=[0-9])")
-UNIT = re.compile(r"[0-9][\s\\,~}]*(?:\\(?:text|mathrm|mbox|textrm)\s*\{)?[\s\\,]*([A-Za-z]+)[\s.}]*$")
+PASSED_OVER = re.compile(
+    r"\\not\b|\\neq?\b|\\neg\b|\\mid\b|\\to\b|≠|→|\bnot\b|\.\.|'|(?<=[0-9])_|(?<=[0-9])\s*\|\s*(?=[0-9])|\?"
+    r"|(?:[-+*/^]|\\(?:cdot|times|div))[\s.$}]*$"
+)
+RELATION = re.compile(r"[<>≤≥≈]|\\(?:l|g)(?:eq?|eqslant|t)?\b|\\(?:approx|simeq|sim|equiv|propto)\b")
+UNIT = re.compile(
+    r"[0-9][\s\\,~}]*(?:\\(?:text|mathrm|mbox|textrm)\s*\{)?[\s\\,]*([A-Za-z]+)[\s.}]*(?:\^\s*\{?([0-9])\}?)?[\s.}]*$"
+)
 UNITS = {  # words of one unit; the library drops them all
     word: words[0]
     for words in map(str.split, (
         "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "mg milligram",
         "g gram", "kg kilogram", "ml milliliter millilitre", "l liter litre", "s sec second", "min minute", "h hr hour", "day",
-        "week", "month", "year", "cent", "dollar", "inch", "ft foot feet", "mile",
+        "week", "month", "year", "cent", "dollar", "inch", "ft foot feet", "mile", "mph", "am", "pm",
     ))
     for word in words
 }  # fmt: skip
 LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+SUMMAND = re.compile(r"[-+*/^(]\s*([A-Za-z])(?![A-Za-z])")  # a letter that takes part in a calculation
+WORD = re.compile(r"(?:\\text\s*\{)?\s*([A-Z]{2,})\s*\}?")  # which the library reads as a product of letters
 
 
 def _same_maths(reference: str, answer: str) -> bool:
     if len(PASSED_OVER.findall(answer)) != len(PASSED_OVER.findall(reference)):
         return False
+    if RELATION.search(answer) and not RELATION.search(reference):
+        return False
+    if WORD.fullmatch(reference.strip()):
+        return normalise(re.sub(r"\\text\s*|[{}]", "", answer)) == normalise(re.sub(r"\\text\s*|[{}]", "", reference))
+    plain = [THOUSANDS.sub("", text.strip()) for text in (reference, answer)]
+    if all(NUMBER.fullmatch(text) for text in plain):  # the library rounds
+        return Decimal(plain[0]) == Decimal(plain[1])
     units = {_unit(text) for text in (reference, answer)} - {None}
     sides, wanted = answer.split("="), reference.split("=")
     if len(units) > 1 or (len(wanted) > 1 and len(sides) == 1 and len(LETTER.findall(wanted[0])) > 1):
         return False  # other units, or a number for an equation
+    if not set(SUMMAND.findall(sides[-1])) <= set(re.findall("[A-Za-z]", reference)):
+        return False  # 12 + c is no 12
     # of 8 = 7 the library reads the 7: each side that is a number must be the answer
     numbers = (
         [side for side in sides if side.strip() and not LETTER.search(side)] if len(wanted) == 1 < len(sides) else []
@@ -249,8 +280,11 @@ def _same_maths(reference: str, answer: str) -> bool:
 
 
 def _unit(text: str) -> str | None:
-    word = match[1].lower() if (match := UNIT.search(text[-200:])) else ""
-    return UNITS.get(word) or UNITS.get(word.removesuffix("s"))
+    if (match := UNIT.search(text[-200:])) is None:
+        return None
+    word, power = match[1].lower(), match[2] or ""
+    unit = UNITS.get(word) or UNITS.get(word.removesuffix("s"))
+    return unit and unit + power
 
 
 def _verified(reference: str, answer: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -22,19 +23,31 @@ EXAM = "__import__('sys').modules['turnwise.tools.guest.exam']"  # loaded before
 
 
 def run_tests(program: str, tests: Any, seconds: float) -> tuple[int, int]:
-    """How many tests the program passes, and how many there are. Each test has a new process of the program.
+    """How many tests the program passes, and how many were run: of more than ``MAX_TESTS``, some that a program cannot foresee.
+    Each has a new process of the program.
 
-    Raises ``ValueError`` for a test that passes more than plain data to the program."""
+    Raises ``ValueError`` for a test that says nothing of a program, or passes more than plain data to it."""
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):  # many data sets store a list or an object as text
             tests = json.loads(tests)
     limits = SandboxLimits(wall_seconds=seconds, output_bytes=OUTPUT_BYTES, source_bytes=SOURCE_BYTES)
     pool = python_tool(limits)
+    pick = functools.partial(_some, program)
     if isinstance(tests, dict):
-        pairs = list(zip(tests.get("inputs", ()), tests.get("outputs", ())))[:MAX_TESTS]
+        inputs, outputs = (list(tests.get(name, ())) for name in ("inputs", "outputs"))
+        if len(inputs) != len(outputs):
+            raise ValueError(
+                f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; write one output for each input"
+            )
+        pairs = pick(list(zip(inputs, outputs)))
         return sum(_prints(pool, program, str(i), str(o)) for i, o in pairs), len(pairs)
-    texts = [tests] if isinstance(tests, str) else [str(test) for test in tests][:MAX_TESTS]
+    texts = [tests] if isinstance(tests, str) else pick([str(test) for test in tests])
     return sum(_passes(pool, program, test) for test in texts), len(texts)
+
+
+def _some(program: str, tests: list[Any]) -> list[Any]:
+    """All tests, or ``MAX_TESTS`` of them drawn by the program's text: one that passes the first ones alone is found out."""
+    return tests if len(tests) <= MAX_TESTS else random.Random(program).sample(tests, MAX_TESTS)
 
 
 def _prints(pool: PythonTool, program: str, text: str, expected: str) -> bool:
