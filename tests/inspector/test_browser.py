@@ -93,10 +93,11 @@ def site(tmp_path_factory):
     readers = [RunReader(folder / name) for name in RUNS] + [RunReader(hostile_run(folder))]
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(InspectorApp(readers, "secret").application(), log_level="error"))
+    app = InspectorApp(readers, "secret")
+    server = uvicorn.Server(uvicorn.Config(app.application(), log_level="error"))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}{app.place}"
     server.should_exit = True
     thread.join(10)
     for reader in readers:
@@ -112,7 +113,7 @@ def browser_page(site):
         page.faults = []
         page.on("pageerror", lambda error: page.faults.append(str(error)))
         page.on("console", lambda message: page.faults.append(message.text) if message.type == "error" else None)
-        page.goto(f"{site}/?token=secret")
+        page.goto(f"{site.rpartition('/')[0]}/?token=secret")
         yield page
         browser.close()
 

@@ -227,33 +227,56 @@ def test_what_cannot_run_is_greyed_out_with_its_reason(trained, tmp_path):
 
 
 @pytest.fixture
-def client(trained):
+def app(trained):
     pytest.importorskip("starlette")
+    from turnwise.inspector.page.serving import InspectorApp
+
+    return InspectorApp([trained], "secret")
+
+
+@pytest.fixture
+def client(app):
     pytest.importorskip("httpx")
     from starlette.testclient import TestClient
 
-    from turnwise.inspector.page.serving import InspectorApp
-
-    return TestClient(InspectorApp([trained], "secret").application(), base_url="http://127.0.0.1")
+    return TestClient(app.application(), base_url="http://127.0.0.1")
 
 
-def test_nothing_is_read_without_the_token(client):
-    assert client.get("/r/0/overview").status_code == 403
-    assert client.get("/?token=wrong").status_code == 403
+def test_nothing_is_read_without_the_token(client, app):
+    overview = f"{app.place}/r/0/overview"
+    assert client.get(overview).status_code == 403
+    assert client.get("/").status_code == client.get("/?token=wrong").status_code == 403
     assert client.get("/?token=secret", headers={"host": "evil.example"}).status_code == 403
     answer = client.get("/?token=secret")
     assert answer.status_code == 200 and "Overview" in answer.text
     assert "script-src 'self'" in answer.headers["content-security-policy"]
-    assert client.get("/r/0/overview", headers={"host": "evil.example"}).status_code == 403
+    assert client.get(overview, headers={"host": "evil.example"}).status_code == 403
 
 
-def test_requests_stay_inside_the_run(client):
+def test_the_cookie_goes_to_no_other_server_of_this_machine(client, app):
+    """A browser sends a cookie to every port of a host, but only below the cookie's path, which is a secret."""
     client.get("/?token=secret")
-    for path in ("/r/7/overview", "/r/0/nope", "/static/../app.py", "/static/app.py", "/r/0/why?trajectory=nope"):
+    paths = {cookie.path for cookie in client.cookies.jar}
+    assert paths == {app.place} and len(app.place) > 8
+    assert "cookie" not in client.build_request("GET", "http://127.0.0.1:9/r/0/overview").headers
+
+
+def test_a_browser_that_we_start_uses_its_address_once(client, app):
+    first = f"/?token={app.once}"
+    assert client.get(first).status_code == 200
+    assert client.get(first).status_code == 403
+    assert client.get("/?token=").status_code == 403
+
+
+def test_requests_stay_inside_the_run(client, app):
+    client.get("/?token=secret")
+    runs = f"{app.place}/r"
+    for path in (f"{runs}/7/overview", f"{runs}/0/nope", "/static/app.py", f"{runs}/0/why?trajectory=nope"):
         assert client.get(path).status_code == 404
-    assert client.get("/r/0/step?step=x").status_code == 400
-    assert client.post("/r/0/overview").status_code == 405
-    assert "attachment" in client.get("/r/0/export/overview").headers["content-disposition"]
+    assert client.get("/static/../app.py").status_code == 403
+    assert client.get(f"{runs}/0/step?step=x").status_code == 400
+    assert client.post(f"{runs}/0/overview").status_code == 405
+    assert "attachment" in client.get(f"{runs}/0/export/overview").headers["content-disposition"]
 
 
 def played(name, answer, success=False):

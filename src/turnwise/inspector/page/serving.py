@@ -1,7 +1,8 @@
 """Serves the page on a loopback address until it is interrupted, prints one view as JSON, or writes one as a file.
 
 The server answers GET only, with one secret token, and shows nothing outside the runs it was given. A browser shows the token
-once in the first address; a cookie that scripts cannot read carries it afterwards. It stands behind the front of all servers
+once in the first address; a cookie that scripts cannot read carries it afterwards. A browser sends a cookie to every port of a
+host, so it belongs to a path that no other server knows. It stands behind the front of all servers
 (``serve.front``), which refuses other host names and other pages. Transcripts are text: every answer forbids scripts that are
 not this package's own file.
 """
@@ -85,6 +86,8 @@ class InspectorApp:
 
     def __init__(self, runs: Sequence[RunReader], token: str = "") -> None:
         self.runs, self.token = list(runs), token or new_token()
+        self.place = f"/{new_token()[:8]}"  # below which the pages are
+        self.once = new_token()  # for a browser that we start: other users may read its command line, but not use it again
 
     def application(self) -> Any:
         from starlette.applications import Starlette
@@ -95,8 +98,9 @@ class InspectorApp:
         answers: dict[str, Callable[..., Any]] = {
             "/": self.index,
             "/static/{name}": self.static,
-            "/r/{run:int}/export/{view}": partial(self.page, export=True),
-            "/r/{run:int}/{view}": self.page,
+            f"{self.place}/": self.index,
+            f"{self.place}/r/{{run:int}}/export/{{view}}": partial(self.page, export=True),
+            f"{self.place}/r/{{run:int}}/{{view}}": self.page,
         }
         routes = [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         return Front(Starlette(routes=routes), self._admits, refuse=self._refuse)
@@ -105,12 +109,13 @@ class InspectorApp:
         """The first address: takes the token into a cookie, then leads to the first run."""
         from starlette.responses import RedirectResponse
 
-        if "token" in request.query_params:
-            # without the token in the address: it would stay in the browser's history
-            answer = RedirectResponse("/", status_code=303, headers=HEADERS)
-            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path="/")
-            return answer
-        return RedirectResponse("/r/0/overview", status_code=303, headers=HEADERS)
+        # without the token in the address: it would stay in the browser's history
+        answer = RedirectResponse(f"{self.place}/r/0/overview", status_code=303, headers=HEADERS)
+        if request.url.path == "/":
+            if same_token(request.query_params["token"], self.once):
+                self.once = ""
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path=self.place)
+        return answer
 
     def static(self, request: Any) -> Any:
         name = request.path_params["name"]
@@ -123,7 +128,7 @@ class InspectorApp:
         except TurnwiseError as error:
             return self._error(404 if isinstance(error, StoreError) else 400, str(error))
         if not export:
-            runs = [(f"/r/{i}/overview", reader.name) for i, reader in enumerate(self.runs)]
+            runs = [(f"../../r/{i}/overview", reader.name) for i, reader in enumerate(self.runs)]
             live = page.name == "overview" and run.summary is None
             return self._answer(render_page(page, run.name, runs, live), "text/html")
         answer = self._answer(render_export(page, run.name), "text/html")
@@ -143,9 +148,11 @@ class InspectorApp:
 
     def _admits(self, request: Any) -> bool:
         """Whether a request may read: by the cookie, or by the first address. Style and script hold nothing of a run."""
-        path, first = request.url.path, request.query_params.get("token", "")
-        carried = first if path == "/" and first else request.cookies.get(COOKIE, "")
-        return path.startswith("/static/") or same_token(carried, self.token)
+        path = request.url.path
+        if path == "/":
+            first = request.query_params.get("token", "")
+            return same_token(first, self.token) or same_token(first, self.once)
+        return path.startswith("/static/") or same_token(request.cookies.get(COOKIE, ""), self.token)
 
     async def _refuse(self, request: Any, refusal: Any) -> Any:
         text = "open the address that `turnwise view` printed: it contains the token of this server"
@@ -171,7 +178,7 @@ def serve_page(runs: Sequence[RunReader], port: int, open_browser: bool, say: Ca
     say(f"{names}\n{address}\nread only, this machine only; stop with Ctrl-C")
     if open_browser:
         with contextlib.suppress(webbrowser.Error):
-            webbrowser.open(address)
+            webbrowser.open(f"{url_of(listener)}/?token={app.once}")
     # torch takes seconds to import: have it ready when the first token is clicked
     threading.Thread(target=import_module, args=("turnwise.inspector.page.step_cache",), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
