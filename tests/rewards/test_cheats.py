@@ -154,6 +154,12 @@ WEAK_SPOTS = {  # a test in another form than f(x) == y, and a cheat that is mad
     ),
     "a test function's name": ("def check(g):\n    assert g(2) == 5\ncheck(f)", "def check(g): pass\ndef f(x): return 0"),
     "attributes": ("assert f(2).value == 5", LIAR.format(base="")),
+    "arithmetic with what is expected": ("assert f(2) - 5 == 0", "class A:\n def __sub__(s, o): return 0\ndef f(x): return A()"),
+    "arithmetic that gives a number": (
+        "assert abs(f(2) - g()) < 1", "class A:\n def __sub__(s, o): return 0\ndef f(x): return A()\ng = A",
+    ),
+    "what it contains": ("assert 5 in f(2)", "class A:\n def __contains__(s, o): return True\ndef f(x): return A()"),
+    "its length as truth": ("assert f(2)", "class A:\n def __len__(s): return 1\ndef f(x): return A()"),
     "text of an object": ("assert str(f(2)) == '5'", LIAR.format(base="") + "Liar.__str__ = lambda s: '6'"),
     "a comparison of the program's": ("assert isclose(f(2), 5)", "def isclose(*a): return True\ndef f(x): return 0"),
     "a container of the program's": ("assert Counter(f(2)) == Counter([5])", "def Counter(x): return 0\ndef f(x): return 0"),
@@ -202,6 +208,40 @@ HONEST = {
     "check(candidate)": ("def f(x): return x + 1", "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"),
     "prints": ("import os\nprint('hello')\ndef f(x):\n print('[')\n os.write(1, b'[')\n return 5", ["assert f(1) == 5"]),
     "a variable": ("TOTAL = 5\ndef f(): global TOTAL; TOTAL += 1", ["assert TOTAL == 5; f(); assert TOTAL == 6"]),
+    "a container of its own": (
+        "class S:\n def __init__(self): self.x = []\n def push(self, v): self.x.append(v)\n \n"
+        " def __len__(self): return len(self.x)\n def __getitem__(self, i): return self.x[i]\n def __iter__(self): return iter(self.x)",
+        ["s = S(); s.push(4); assert len(s) == 1 and s[0] == 4 and list(s) == [4] and isinstance(s, S)"],
+    ),
+    "an object that is changed": (
+        "class S:\n x = 0\n def double(self): return self.x * 2\n"
+        " def __enter__(self): return self\n def __exit__(self, *a): pass",
+        ["with S() as s:\n    s.x = 4\n    assert s.double() == 8"],
+    ),
+    "arithmetic of objects": (
+        "class V:\n def __init__(self, x): self.x = x\n def __add__(self, o): return V(self.x + o.x)",
+        ["assert (V(1) + V(2)).x == 3"],
+    ),
+    "an error of its own": ("class E(ValueError): pass\ndef f(): raise E('x')", ["try: f()\nexcept E: pass\nelse: assert 0"]),
+    "in place": ("def f(xs): xs.sort()", ["xs = [2, 1]\nf(xs)\nassert xs == [1, 2]"]),
+    "a generator without an end": (
+        "def f():\n i = 0\n while 1:\n  yield i\n  i += 1", ["g = f(); assert [next(g), next(g)] == [0, 1]"],
+    ),
+    "further kinds of data": (
+        "import array, collections, datetime\nP = collections.namedtuple('P', 'x y')\n"
+        "def f(k): return {'c': collections.Counter('aab'), 'd': datetime.date(2020, 1, 2), 't': datetime.timedelta(1, 2, 3),\n"
+        "  'p': P(1, 2), 'b': bytearray(b'ab'), 'a': array.array('i', [1, 2])}[k]",
+        [
+            "import datetime\nassert f('d') == datetime.date(2020, 1, 2) and f('t') == datetime.timedelta(1, 2, 3)",
+            "assert f('c')['z'] == 0 and f('p').y == 2 and f('b') == b'ab' and list(f('a')) == [1, 2]",
+        ],
+    ),
+    "much data": ("def f(xs): return [x + 1 for x in xs]", ["assert f(list(range(300000))) == list(range(1, 300001))"]),
+    "a function named like a built-in one": ("def sum(a, b): return 6 if a else b", ["assert sum(10, 15) == 6"]),
+    "a dataclass": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n x: int", ["assert P(3).x == 3"],
+    ),
+    "a program with a main part": ("def f(): return 1\nif __name__ == '__main__': print(f(), input())", ["assert f() == 1"]),
     "a helper named like ours": ("def encode(x): return x\ndef decode(x): return x", ["assert decode(encode('a')) == 'a'"]),
 }  # fmt: skip
 
@@ -263,8 +303,6 @@ PRINT_CHEATS = {
     "exit status 0": "import os\nos._exit(0)",
     "sys.exit with a text": "import sys\nsys.exit('4')",
     "errors are no output": "import sys\nsys.stderr.write(str(2 * int(input())))",
-    "a thread that prints later": "import threading\nthreading.Timer(0.2, print, ('4',)).start()",
-    "at exit": "import atexit\natexit.register(lambda: print(int(input()) * 2))",
     "outputs searched on the heap": (
         "import gc, re\nt = ' '.join(repr(o) for o in gc.get_objects())[:10**7]\nprint(*re.findall(r'outputs.{30}', t))"
     ),
@@ -285,6 +323,11 @@ def test_output_is_compared_outside_the_program(name):
         "import sys\nsys.stdout.buffer.write(b'%d' % (2 * int(sys.stdin.buffer.read())))",
         "import sys, os\nos.write(1, str(2 * int(input())).encode())\nprint('x', file=sys.stderr)\nsys.exit()",
         "if __name__ == '__main__': print(2 * int(input()))",
+        "print(2 * int(open(0).read()))",
+        "import io, os\nprint(2 * int(io.BytesIO(os.read(0, os.fstat(0).st_size)).readline()))\nexit()",
+        "import os, sys\nprint(2 * int(input()))\nsys.stdout.flush()\nos._exit(0)",
+        "import atexit\natexit.register(lambda: print(int(input()) * 2))",
+        "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print(2 * int(input())))).start()",
     ],
 )
 def test_honest_output_is_paid(program):

@@ -18,7 +18,7 @@ from turnwise.errors import ToolFault
 from turnwise.tools import ExecutionResult, PythonTool, SandboxLimits, SandboxSession, python_tool
 
 MAX_TESTS = 64
-OUTPUT_BYTES, SOURCE_BYTES = 1 << 20, 8 << 20  # an answer is sent on as a literal, at most 4 bytes for each of its own
+OUTPUT_BYTES, SOURCE_BYTES = 4 << 20, 32 << 20  # an answer is sent on as a literal, at most 4 bytes for each of its own
 EXAM = "__import__('sys').modules['turnwise.tools.guest.exam']"  # loaded before a session begins; leaves no name
 
 

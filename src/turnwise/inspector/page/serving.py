@@ -87,7 +87,9 @@ class InspectorApp:
     def __init__(self, runs: Sequence[RunReader], token: str = "") -> None:
         self.runs, self.token = list(runs), token or new_token()
         self.place = f"/{new_token()[:8]}"  # below which the pages are
-        self.once = new_token()  # for a browser that we start: other users may read its command line, but not use it again
+        self.once = (
+            new_token()
+        )  # for a browser that we start: other users may read its command line, but not use it again
 
     def application(self) -> Any:
         from starlette.applications import Starlette
