@@ -209,7 +209,7 @@ HONEST = {
     "prints": ("import os\nprint('hello')\ndef f(x):\n print('[')\n os.write(1, b'[')\n return 5", ["assert f(1) == 5"]),
     "a variable": ("TOTAL = 5\ndef f(): global TOTAL; TOTAL += 1", ["assert TOTAL == 5; f(); assert TOTAL == 6"]),
     "a container of its own": (
-        "class S:\n def __init__(self): self.x = []\n def push(self, v): self.x.append(v)\n \n"
+        "class S:\n def __init__(self): self.x = []\n def push(self, v): self.x.append(v)\n"
         " def __len__(self): return len(self.x)\n def __getitem__(self, i): return self.x[i]\n def __iter__(self): return iter(self.x)",
         ["s = S(); s.push(4); assert len(s) == 1 and s[0] == 4 and list(s) == [4] and isinstance(s, S)"],
     ),
@@ -239,7 +239,8 @@ HONEST = {
     "much data": ("def f(xs): return [x + 1 for x in xs]", ["assert f(list(range(300000))) == list(range(1, 300001))"]),
     "a function named like a built-in one": ("def sum(a, b): return 6 if a else b", ["assert sum(10, 15) == 6"]),
     "a dataclass": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n x: int", ["assert P(3).x == 3"],
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n x: int",
+        ["assert P(3).x == 3"],
     ),
     "a program with a main part": ("def f(): return 1\nif __name__ == '__main__': print(f(), input())", ["assert f() == 1"]),
     "a helper named like ours": ("def encode(x): return x\ndef decode(x): return x", ["assert decode(encode('a')) == 'a'"]),
