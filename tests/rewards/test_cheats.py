@@ -210,7 +210,8 @@ HONEST = {
     "a variable": ("TOTAL = 5\ndef f(): global TOTAL; TOTAL += 1", ["assert TOTAL == 5; f(); assert TOTAL == 6"]),
     "a container of its own": (
         "class S:\n def __init__(self): self.x = []\n def push(self, v): self.x.append(v)\n"
-        " def __len__(self): return len(self.x)\n def __getitem__(self, i): return self.x[i]\n def __iter__(self): return iter(self.x)",
+        " def __len__(self): return len(self.x)\n def __getitem__(self, i): return self.x[i]\n"
+        " def __iter__(self): return iter(self.x)",
         ["s = S(); s.push(4); assert len(s) == 1 and s[0] == 4 and list(s) == [4] and isinstance(s, S)"],
     ),
     "an object that is changed": (
