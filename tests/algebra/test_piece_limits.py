@@ -185,7 +185,6 @@ LIMITS = [  # a method that has the piece, the piece, its argument, accepted val
     ("canon", "ConditionalAdvantage", "metric", ("entropy",), ("nonsense",)),
     ("adora", "LengthDampedGroups", "damp", (0.0,), (-1e-06,)),
     ("stratified_grpo", "SameCount", "what", ("tool_calls",), ("nonsense",)),
-    ("copo", "SameFact", "otherwise", ("outcome",), ("nonsense",)),
     ("risk_po", "TailRisk", "bundle", (1,), (0,)),
     ("risk_po", "TailRisk", "a", (1e-06, 0.799999), (0.0, 0.8)),
     ("risk_po", "TailRisk", "b", (0.200001, 0.999999), (0.2, 1.0)),

@@ -19,7 +19,7 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.value import Outcome
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
-from turnwise.credit.fact import SameFact
+from turnwise.credit.fact import SameAnswer
 from turnwise.recipes.families.group_credit import (
     CappedEntropyBonus,
     NoveltyBonus,
@@ -218,8 +218,8 @@ def test_pairs_cancel_and_flatten(seed):
 def test_agreement_golden():
     for kinds, (entropy, weight) in {1: (0, 0.3775), 2: (1, 0.6225), 8: (3, 0.9241)}.items():
         answers = [str(i % kinds) for i in range(8)]
-        batch, _ = packed([group([float(i) for i in range(8)], answer=answers), group([1.0, 0.0], answer=["a", "b"])])
-        same(answer_entropy(batch, SameFact("answer")).x, [entropy, 1.0])
+        batch, _ = packed([group([float(i) for i in range(8)], said=answers), group([1.0, 0.0], said=["a", "b"])])
+        same(answer_entropy(batch, SameAnswer()).x, [entropy, 1.0])
         factor = {1: 1.0, 2: 0.70833, 8: 0.125}[kinds]
         parts = recipes.build("copo").advantage
         same((parts.left(batch).x / Standardise()(batch).x)[:8], [weight] * 8, 1e-4)
@@ -228,8 +228,8 @@ def test_agreement_golden():
         assert across.level == GROUP
         same(across.x, cg.zscores(values), 1e-4)
     single = recipes.build("copo").advantage.right.across
-    same(single(packed([group([1, 0], answer=["a", "b"])])[0]).x, [0.0])
-    forced = packed([group([1, 1], answer=["a", "a"]), group([0, 1], answer=["a", "b"])])[0]
+    same(single(packed([group([1, 0], said=["a", "b"])])[0]).x, [0.0])
+    forced = packed([group([1, 1], said=["a", "a"]), group([0, 1], said=["a", "b"])])[0]
     assert not recipes.build("copo", forced=True).advantage.left(forced).x[:2].any()
 
 

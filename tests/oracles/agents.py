@@ -384,6 +384,22 @@ def t_ppo(batch: Batch, clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Mini-o3
+
+
+def mini_o3(batch: Batch, low: float = 0.2, high: float = 0.3) -> Result:
+    """Card: "Compute group advantages normally (released code keeps exceeded rollouts in mean and std) ... Then set the whole
+    response mask to 0 where exceed_i=1 and normalise the loss by the remaining completed rollouts/tokens"."""
+    advantages = spread(batch, outcome(batch))
+    complete = [not one.truncated for one in trajectories(batch) for _ in sampled(one)]
+    loss = constant(0.0)
+    for token, advantage, done in zip(tokens(batch), advantages, complete):
+        if done:
+            loss = loss + ppo_clip(torch.exp(log_ratio(token)), advantage, low, high) / sum(complete)
+    return Result(advantages, loss, {"complete": complete})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # SeeUPO
 
 

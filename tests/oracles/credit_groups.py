@@ -30,7 +30,7 @@ def enrich(batch: Batch, seed: int) -> Batch:
     trajectory.facts
       rewards       dict name -> float: "accuracy" (0 or 1), "format" (0 or 1), "length" (real, another scale); one may
                     be missing (counts as 0, card GDPO: "NaN rewards -> 0"); "format" is constant in some groups
-      answer        str or None: the extracted answer; None where none was found (one cluster like any other)
+      said          str or None: the extracted answer; None where none was found (one cluster like any other)
       key           str: equality key of the trajectory (polychromic diversity)
       prompt        int: identity of the task across batches, the same in a group; two groups may share one
       probe         float: V_psi(z(x, y)), the probe's prediction from this trajectory's own features
@@ -54,7 +54,7 @@ def enrich(batch: Batch, seed: int) -> Batch:
             if dice.random() < 0.15:
                 del named[dice.choice(sorted(named))]
             trajectory.facts["rewards"] = named
-            trajectory.facts["answer"] = None if dice.random() < 0.1 else str(dice.randrange(variety))
+            trajectory.facts["said"] = None if dice.random() < 0.1 else str(dice.randrange(variety))
             trajectory.facts["key"] = "abc"[dice.randrange(3)] if variety > 1 else "a"
             trajectory.facts["prompt"] = prompt
             trajectory.facts["probe"] = dice.gauss(0.5, 0.5)
@@ -525,7 +525,7 @@ def copo(
     locals_, weights, values = [], [], []
     for group in batch:
         rewards = totals(group)
-        entropy, factor = consistency([trajectory.facts["answer"] for trajectory in group])
+        entropy, factor = consistency([trajectory.facts["said"] for trajectory in group])
         # Card: "R_glob = acc (1 - kappa H)"; "acc = mean R"
         values.append(mean(rewards) * factor)
         # Card: "w = sigmoid(k (H - b))"

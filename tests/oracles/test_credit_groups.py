@@ -313,7 +313,7 @@ def test_copo() -> None:
     for kinds, (entropy, factor, weight) in wanted.items():
         answers = [str(i % kinds) for i in range(8)]
         close(list(cg.consistency(answers)), [entropy, factor])
-        batch = [group([float(i) for i in range(8)], answer=answers), group([1.0, 0.0], answer=["a", "b"])]
+        batch = [group([float(i) for i in range(8)], said=answers), group([1.0, 0.0], said=["a", "b"])]
         found = cg.copo(batch)
         close(found.extra["weight"][:8], [weight] * 8, 1e-4)
         values = [3.5 * factor, 0.5 * (1 - 0.5)]
@@ -343,7 +343,7 @@ def test_copo() -> None:
             clipped = (a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.8)
             if near * far > 0:
                 assert g == pytest.approx(0.0 if clipped else -a * ratio / length / n, rel=1e-9, abs=1e-12)
-    forced = cg.copo([group([1, 1], answer=["a", "a"]), group([0, 1], answer=["a", "b"])], forced=True)
+    forced = cg.copo([group([1, 1], said=["a", "a"]), group([0, 1], said=["a", "b"])], forced=True)
     close(forced.extra["weight"], [0, 0, 0.6225, 0.6225], 1e-4)
 
 

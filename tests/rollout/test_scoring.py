@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.core.records import Fork, Group, Status, Task, Trajectory, Turn
+from turnwise.core.batch import pack
+from turnwise.core.records import Fork, Group, Status, Stop, Task, Trajectory, Turn
+from turnwise.credit.fact import SameAnswer
 from turnwise.evaluation.evaluator import Evaluation, scored
-from turnwise.rollout.scoring import RewardScore, ScorerChain, apply_scores, scorable, scored_play
+from turnwise.rollout.scoring import AnswerLabels, RewardScore, ScorerChain, apply_scores, scorable, scored_play
 
 TASK = Task("test", 1)
 
@@ -101,3 +103,27 @@ def test_the_samples_of_an_evaluation_are_scored_task_by_task():
     rows = tuple((trajectory(f"{n}.0"), trajectory(f"{n}.1")) for n in range(3))
     done = asyncio.run(scored(Evaluation((TASK,) * 3, rows), Counting(RewardScore({"a": 1.0}, 1.0))))
     assert sizes == [2, 2, 2] and all(t.rewards == {"a": 1.0} for row in done.trajectories for t in row)
+
+
+def spoken(key, *texts, **more):
+    messages = tuple({"role": "assistant", "content": text} for text in texts)
+    return replace(trajectory(key), messages=messages, **more)
+
+
+def test_equal_answers_are_labelled_alike_whatever_came_before():
+    cut = Turn((1,), (2,), stop=Stop.LENGTH)
+    told = group(
+        spoken("0.0", "look", "I think <answer>12.0</answer>"), spoken("0.1", "\\boxed{12}"), spoken("0.2", "so it is\n#### 13"),
+        spoken("0.3", "<answer>12</answer>", turns=(cut,)), spoken("0.4"), spoken("0.5", "12", status=Status.TRUNCATED),
+    )  # fmt: skip
+    said = [t.facts.get("said") for t in asyncio.run(AnswerLabels().score(told)).trajectories]
+    assert said[0] == said[1] != said[2] and None not in said[:3] and said[3:] == [None, None, None]
+    assert [t.reward for t in told.trajectories] == [t.reward for t in asyncio.run(AnswerLabels().score(told)).trajectories]
+
+
+def test_copo_tells_answers_of_lookup_apart():
+    """Four different answers were one class where the flag of the answering turn stood for the answer."""
+    turn = Turn((1,), (2, 3), logp=(-0.1, -0.1), version=(0, 0), facts={"answer": 1.0})
+    told = group(*(spoken(f"0.{n}", f"answer: {name}", turns=(turn,)) for n, name in enumerate(("mika", "toba", "Mika", "lira"))))
+    same = SameAnswer()(pack([asyncio.run(AnswerLabels().score(told))]))
+    assert same.count == 3 and same.label[0] == same.label[2]

@@ -110,6 +110,7 @@ DRAWN: dict[str, Strategies] = {
     "hapo": {
         **BOUNDS, "quantile": SHARE, "alpha": between(0.1, 1.0), "beta": between(0.1, 1.5), "dual": between(1.5, 10.0),
     },
+    "mini_o3": BOUNDS,
     "t_ppo": {key: CRITIC[key] for key in ("clip", "gamma", "lam", "value_weight")},
     "minirl": {**BOUNDS, "cap": CAP},
     "aepo": {"alpha": between(0.1, 3.0), "clip": CLIP},

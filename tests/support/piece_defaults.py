@@ -126,7 +126,6 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "RunningNormalised": {"limit": 10.0, "centre": True, "eps": 1e-08},
     "SameAgent": {"game": "group"},
     "SameCount": {"what": "tool_calls"},
-    "SameFact": {"otherwise": "outcome"},
     "SameRecentStates": {"states": 1},
     "SameTask": {"unit": "trajectory"},
     "SameTokenIndex": {"apart": True},

@@ -22,6 +22,7 @@ SAME_SETTING = {  # TRL's names of settings that mean the same there with the sa
     "learning_rate": "lr", "max_steps": "steps", "num_generations": "group_size", "max_grad_norm": "clip_norm",
     "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "num_iterations": "epochs", "save_steps": "checkpoint_every",
     "eval_steps": "eval_every", "report_to": "trackers", "output_dir": "out", "gradient_checkpointing": "recompute",
+    "mask_truncated_completions": "mask_truncated",
 }  # fmt: skip
 OTHER_NAMES = {  # names of older releases and of other trainers that mean nearly the same: for the hint of an error message
     "positions": "micro_batch_tokens", "probe_tolerance": "mismatch_tolerance", "batch_size": "groups",
@@ -52,6 +53,9 @@ class MethodSection:
     strategy: str = setting("", "how the rollouts of a group grow: branch, arpo, spo_tree ...; empty: the method's own")
     guidance: str = setting("", "help for hard tasks: ghpo, scaf, pope, prefix ...; empty: the method's own")
     replay: str = setting("", "past trajectories mixed into a step: spear, arpo_gui ...; empty: the method's own")
+    mask_truncated: bool = setting(
+        False, "leave the tokens of episodes that a limit cut (turns, context, tokens) out of the loss, with any method"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

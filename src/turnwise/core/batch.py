@@ -98,7 +98,7 @@ class Batch:
     action: Field  # TURN: id of the sampled token sequence
     agent: Field  # TURN: id of the acting agent
     tool_calls: Field  # TURN: number of tool calls
-    truncated: Field  # TRAJECTORY: a limit ended it
+    truncated: Field  # TRAJECTORY: a limit ended it, of its turns, its context or the tokens of its last turn
     expert: Field  # TRAJECTORY: not sampled by our policy
     replayed: Field  # TRAJECTORY: sampled by our policy in an earlier step
     guided: Field  # TRAJECTORY: sampled with hints, or not from the plain policy
@@ -338,7 +338,7 @@ class _Packer:
             action=tree.field(TURN, _numbered(tuple(t.tokens) for t in turns), i64),
             agent=tree.field(TURN, _numbered(t.agent for t in turns), i64),
             tool_calls=tree.field(TURN, [t.tool_calls for t in turns], i64),
-            truncated=tree.field(TRAJECTORY, [t.status == Status.TRUNCATED for t in self.members], torch.bool),
+            truncated=tree.field(TRAJECTORY, [t.unfinished for t in self.members], torch.bool),
             expert=tree.field(TRAJECTORY, [t.origin == Origin.EXPERT for t in self.members], torch.bool),
             replayed=tree.field(TRAJECTORY, [t.origin == Origin.REPLAY for t in self.members], torch.bool),
             guided=tree.field(TRAJECTORY, [bool(t.guidance) for t in self.members], torch.bool),

@@ -201,6 +201,11 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def unfinished(self) -> bool:
+        """A limit ended it: of turns or context, or of tokens in its last turn, which then lacks its end."""
+        return self.status == Status.TRUNCATED or bool(self.turns and self.turns[-1].stop == Stop.LENGTH)
+
+    @property
     def solved(self) -> bool:
         """The environment's verdict; where it has none, whether anything was earned."""
         return self.reward > 0 if self.success is None else bool(self.success)

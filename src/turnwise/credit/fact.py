@@ -9,7 +9,6 @@ from turnwise.algebra.peers import Peers
 from turnwise.algebra.term import Term
 from turnwise.core.batch import Batch
 from turnwise.core.levels import TRAJECTORY, TURN, Field, Level, Partition, where
-from turnwise.core.limits import choice
 from turnwise.errors import SignalError
 from turnwise.maths.lazy_torch import torch
 
@@ -44,23 +43,27 @@ class Fact(Term):
 
 class SameFact(Peers):
     """Trajectories of one group with the same value of a fact: of the trajectory, or the last one recorded by its turns.
-    Trajectories without the fact share one class.
-
-    Where no trajectory of the batch has it, ``otherwise`` decides: "outcome" (equal returns) or "words" (equal
-    actions)."""
+    Trajectories without the fact share one class; where no trajectory of the batch has it, equal actions decide."""
 
     name: str
-    otherwise: str = choice("outcome", "words")
 
     def __call__(self, batch: Batch) -> Partition:
         recorded = batch.facts.get(self.name)
         if recorded is not None:
             key = _codes((recorded if recorded.level == TRAJECTORY else last_turn_fact(recorded)).x)
-        elif self.otherwise == "outcome":
-            key = _codes(named_reward(batch, None).x.round(decimals=6))
         else:
             key = action_hash(batch).x
         return Partition.by(batch.tree, TRAJECTORY, batch.group, key)
+
+
+class SameAnswer(Peers):
+    """Trajectories of one group that gave the same answer: the fact ``said``, which the run records from the last message of each
+    finished episode, in any environment. Those without an answer share one class."""
+
+    requires = frozenset({"fact said"})
+
+    def __call__(self, batch: Batch) -> Partition:
+        return SameFact("said")(batch)
 
 
 def last_turn_fact(fact: Field) -> Field:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from turnwise.core.records import Group, Message, Sampling, Status, Task, Trajec
 from turnwise.core.seeds import stable_seed
 from turnwise.environments.calls import call_environment
 from turnwise.errors import ContextOverflow, EnvironmentFault, RequestRefused, scarcity
+from turnwise.rewards.builtin import final_answer, normalise
 from turnwise.rewards.conventions import AnswerGroup, AnswerSample, RewardOutcome
 from turnwise.rewards.functions import RewardFunction
 from turnwise.rewards.judge import (
@@ -197,6 +199,28 @@ class FunctionScorer:
     def close(self) -> None:
         for function in self.functions:
             function.close()
+
+
+class AnswerLabels:
+    """A ``GroupScorer`` that changes no reward: the fact ``said`` is the same number for finished episodes that end with the same
+    answer, whatever they reasoned before. An episode that says nothing has none."""
+
+    async def score(self, group: Group) -> Group:
+        labelled = []
+        for t in group.trajectories:
+            said = normalise(final_answer(last_spoken(t.messages))) if not t.unfinished else ""
+            facts = {**t.facts, "said": float(zlib.crc32(said.encode()))} if said else t.facts
+            labelled.append(replace(t, facts=facts))
+        return replace(group, trajectories=tuple(labelled))
+
+    def close(self) -> None:
+        pass
+
+
+def last_spoken(messages: Sequence[Message]) -> str:
+    """The last message by the policy: its text, or its calls where it has no text."""
+    spoken = [m for m in messages if m.get("role") == "assistant"]
+    return str(spoken[-1].get("content") or spoken[-1].get("tool_calls") or "") if spoken else ""
 
 
 def split_dialogue(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

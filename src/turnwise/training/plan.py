@@ -532,6 +532,7 @@ def name_rows(values: dict[str, Any]) -> None:
 def make_recipe(settings: Settings, recipe: Recipe | None = None) -> Recipe:
     """The method's recipe, or the user's own, with another method's credit where asked for, and the run's budget and passes."""
     from turnwise import recipes  # late: a wrong name is refused before the families are imported
+    from turnwise.algebra.mask import Finished
     from turnwise.recipes import catalogue, experience
 
     if recipe is None and settings.method == OWN:
@@ -550,6 +551,7 @@ def make_recipe(settings: Settings, recipe: Recipe | None = None) -> Recipe:
     spend = experience.piece("budget", named["budget"]) if named["budget"] else budget
     return replace(
         recipe,
+        keep=recipe.keep & Finished() if settings.mask_truncated else recipe.keep,
         budget=spend.of(settings.groups or budget.groups, settings.group_size or budget.size),
         control=recipe.control.with_passes(settings.epochs, settings.minibatches),
     )

@@ -80,6 +80,7 @@ FLAGS = {  # requirements that a flag provides
 }
 BUFFER_FACTS = ("age", "advantage")
 PAIR_FACTS = ("chosen", "gap", "family")
+RUN_FACTS = ("said",)  # that a run itself records, in any environment
 STRATEGY_FACTS: dict[str, type] = {GREEDY_REWARD: GreedyBaseline}  # facts that one strategy alone records
 UNMET_BY_OPPONENTS = {  # requirements of methods that take turns for granted which another player takes
     "forks": "forks episodes at a turn",
@@ -395,7 +396,7 @@ def _provider(word: str, recipe: Recipe) -> tuple[Provides | None, str]:
     kind, _, name = word.rpartition(" ")
     if kind == "fact":
         elsewhere = recipe.replay != NoReplay() or recipe.strategy != Independent()
-        if name in (*BUFFER_FACTS, *PAIR_FACTS) or elsewhere:
+        if name in (*BUFFER_FACTS, *PAIR_FACTS, *RUN_FACTS) or elsewhere:
             return None, f"the fact {name!r}"
         return lambda cls: name in getattr(cls, "facts", ()), f"the fact {name!r}"
     if kind == "turn fact":

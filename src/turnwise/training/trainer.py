@@ -46,6 +46,7 @@ from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, Service, 
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.scoring import AnswerLabels
 from turnwise.rollout.scripted import play_scripted
 from turnwise.store.atomic import check_digest, read_object, read_sealed, write_sealed
 from turnwise.store.checkpoint import (
@@ -167,7 +168,8 @@ class Trainer:
         rewards = open_scorer(s, self.plan.given.rewards, self.renderer.decode)
         judging = open_judge(s, policy, self.run_dir.path, self.events.listen)
         with engines.closing(learner, generator), rewards as functions, judging as self.judge:
-            self.scorer = chained(functions, self.judge)
+            labels = AnswerLabels() if "fact said" in self.recipe.requirements else None
+            self.scorer = chained(functions, self.judge, labels)
             judge = [self.judge.describe()] if self.judge else []
             for text in (*describe_functions(functions), *judge):
                 self.events.message(text)

@@ -22,7 +22,7 @@ from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
-from turnwise.credit.fact import SameFact, _codes, named_reward, rescale_to_unit
+from turnwise.credit.fact import SameAnswer, SameFact, _codes, named_reward, rescale_to_unit
 from turnwise.credit.selectors import BestOfGroup, Not, Selector
 from turnwise.credit.tracker import SuccessTracker
 from turnwise.maths import segments
@@ -640,7 +640,7 @@ class DisagreementWeighted(Term):
     With ``across`` the result is (1 − w) · across, for the groups that agree."""
 
     term: Term
-    same: Peers = field(default_factory=lambda: SameFact("answer"))
+    same: Peers = field(default_factory=SameAnswer)
     b: float = 0.5
     k: float = 1.0
     # w = 0 where A is 0
@@ -659,7 +659,7 @@ class ConsistencyAdvantage(Term):
     """A = z-score over the tasks of the batch of mean R · (1 − κH), κ = (1 − 1/n)/log₂ n: equal for all members of a
     group, larger where they are right and agree. A batch of one task gets 0. At GROUP."""
 
-    same: Peers = field(default_factory=lambda: SameFact("answer"))
+    same: Peers = field(default_factory=SameAnswer)
     eps: float = 1e-6
 
     def __call__(self, batch: Batch) -> Field:
@@ -697,9 +697,10 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
 
     Paper: COPO: Consistency-Aware Policy Optimization, arXiv 2508.04138.
     Settings: b 0.5, k 1, G 8, eps 1e-6; forced sets w = 0 where the local advantage is 0.
-    Deviation: answers are equal by the fact `answer`; where it is not recorded, by their return.
+    Deviation: the answer of an episode is its last message: what stands in <answer> tags, a box or after ####, else all of it,
+    without regard to case and marks; an unfinished episode has none.
     Sure of: the formula (official code); the paper's tuned b and k were not found."""
-    near, same = Standardise(eps=eps), SameFact("answer")
+    near, same = Standardise(eps=eps), SameAnswer()
     local = DisagreementWeighted(near, same, b, k, forced)
     both = replace(local) + replace(local, across=ConsistencyAdvantage(same, eps))
     return Recipe(advantage=both, gate=ClipEachPart(local, clip, clip))
@@ -829,7 +830,7 @@ class SetAdvantage(Term):
 
     compares_peers = True
     size: int = number(4, least=1)
-    same: Peers = field(default_factory=lambda: SameFact("key", "words"))
+    same: Peers = field(default_factory=lambda: SameFact("key"))
     value: Term = field(default_factory=UnitOutcome)
 
     def __call__(self, batch: Batch) -> Field:
@@ -861,7 +862,7 @@ def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: floa
     critic. Trajectories are equal by the fact `key`; where it is not recorded, by all their actions.
     Sure of: the formula (third-party notes), beta (ours)."""
     return Recipe(
-        advantage=SetAdvantage(size, SameFact("key", "words"), UnitOutcome(bottom, top)),
+        advantage=SetAdvantage(size, SameFact("key"), UnitOutcome(bottom, top)),
         gate=Clip(clip, clip),
         penalties=(WeightedPenalty(beta, SquaredLogRatio()),),
     )

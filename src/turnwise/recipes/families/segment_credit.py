@@ -735,7 +735,7 @@ class VineSetAdvantage(Term):
         """The advantage of each vine, and whether it is in a set. At TRAJECTORY."""
         tree, state = batch.tree, same_start(batch)
         value = rescale_to_unit(Field(tree, TRAJECTORY, ForkTree(batch).outcome()), self.bottom, self.top)
-        equal = Partition.by(tree, TRAJECTORY, state.label, SameFact("key", "words")(batch).label)
+        equal = Partition.by(tree, TRAJECTORY, state.label, SameFact("key")(batch).label)
         one = lambda x: Field(tree, TRAJECTORY, x.to(value.x.dtype))  # noqa: E731
         drawn = [one(members) for members in draw_sets(batch, state, self.size, self.sets)]
         f = [set_value(value, members, state, equal) for members in drawn]
