@@ -4,7 +4,7 @@ as the ``keep`` of a recipe it does not count either.
 
 from __future__ import annotations
 
-from turnwise.algebra.piece import MicroBatchView, Piece, StepView, text
+from turnwise.algebra.piece import MicroBatchView, Piece, text
 from turnwise.algebra.ratio import Ratio, mismatch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, Field, Level
 from turnwise.core.limits import number
@@ -82,13 +82,3 @@ class InformativeGroups(Mask):
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         outcome = view.batch.reward.sum(TRAJECTORY)
         return outcome.max(GROUP) - outcome.min(GROUP) > self.least
-
-
-class Finished(Mask):
-    """Trajectories that no limit cut: a cut one is not wrong, only unfinished. Its reward stays in the baseline of its group."""
-
-    reason = "unfinished"
-    requires = frozenset({"how episodes ended"})
-
-    def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: ~view.batch.truncated}

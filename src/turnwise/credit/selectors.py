@@ -36,6 +36,16 @@ class Selector(Mask):
         return {self: self.select(view.batch)}
 
 
+class Finished(Selector):
+    """Trajectories that no limit cut: a cut one is not wrong, only unfinished. Its reward stays in the baseline of its group."""
+
+    reason = "unfinished"
+    requires = frozenset({"how episodes ended"})
+
+    def select(self, batch: Batch) -> Field:
+        return ~batch.truncated
+
+
 class SelectedPeers(Peers):
     """The selected trajectories of a group are peers of each other; so are the remaining ones."""
 

@@ -532,7 +532,7 @@ def name_rows(values: dict[str, Any]) -> None:
 def make_recipe(settings: Settings, recipe: Recipe | None = None) -> Recipe:
     """The method's recipe, or the user's own, with another method's credit where asked for, and the run's budget and passes."""
     from turnwise import recipes  # late: a wrong name is refused before the families are imported
-    from turnwise.algebra.mask import Finished
+    from turnwise.credit.selectors import Finished
     from turnwise.recipes import catalogue, experience
 
     if recipe is None and settings.method == OWN:

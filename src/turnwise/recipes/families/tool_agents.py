@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import CappedWeight, Clip, Gate, clipped
-from turnwise.algebra.mask import Finished, InformativeGroups
+from turnwise.algebra.mask import InformativeGroups
 from turnwise.algebra.piece import MicroBatchView, StepView
 from turnwise.algebra.ratio import Importance, PerToken
 from turnwise.algebra.term import Term
@@ -13,6 +13,7 @@ from turnwise.algebra.value import is_last, shift_turns
 from turnwise.core.batch import Batch
 from turnwise.core.levels import GROUP, TOKEN, TRAJECTORY, TURN, Field, Partition, where
 from turnwise.core.signals import Signal
+from turnwise.credit.selectors import Finished
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.recipe import Kind, Recipe, declares
@@ -61,10 +62,10 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
 
 @declares(Kind.OBJECTIVE)
 def mini_o3(low: float = 0.2, high: float = 0.3) -> Recipe:
-    """Mini-o3: over-turn masking; episodes cut by a limit count in the baseline of their group, and no token of them is trained on.
+    """Mini-o3: over-turn masking; episodes cut by a limit count in the baseline of their group, their tokens not in the loss.
 
-    Aᵢ = (Rᵢ − mean)/(std + ε) over all of the group;  J = mean over the tokens of finished episodes of min(ρA, clip(ρ, 1−low, 1+high)A);
-    groups whose finished episodes have equal rewards are dropped and others sampled
+    Aᵢ = (Rᵢ − mean)/(std + ε) over all of the group;  J = mean over the tokens of finished episodes of
+    min(ρA, clip(ρ, 1−low, 1+high)A);  groups whose finished episodes have equal rewards are replaced by others
 
     Paper: Mini-o3: Scaling Up Reasoning Patterns and Interaction Turns for Visual Search, arXiv 2509.07969.
     Settings: low 0.2, high 0.3, G 16, 6 turns in training (--max-turns 6) and up to 32 at test, no KL, no entropy bonus.

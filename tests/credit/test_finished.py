@@ -10,13 +10,13 @@ from support.batches import records_of
 
 from turnwise import recipes
 from turnwise.algebra.aggregate import Mean
-from turnwise.algebra.mask import Finished
 from turnwise.checks.synthetic import gradient, random_policy
 from turnwise.config.settings import Settings
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, TRAJECTORY
 from turnwise.core.records import Group, Status, Stop, Task, Trajectory, Turn
 from turnwise.core.signals import Signal
+from turnwise.credit.selectors import Finished
 from turnwise.tasks.admission import Spread
 from turnwise.training.plan import make_recipe
 
