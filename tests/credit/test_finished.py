@@ -14,10 +14,9 @@ from turnwise.checks.synthetic import gradient, random_policy
 from turnwise.config.settings import Settings
 from turnwise.core.batch import pack
 from turnwise.core.levels import TOKEN, TRAJECTORY
-from turnwise.core.records import Group, Status, Stop, Task, Trajectory, Turn
+from turnwise.core.records import Status, Stop
 from turnwise.core.signals import Signal
 from turnwise.credit.selectors import Finished
-from turnwise.tasks.admission import Spread
 from turnwise.training.plan import make_recipe
 
 SHAPE = [[[2], [1, 3], [2, 2]], [[2, 2], [3]]]
@@ -82,17 +81,3 @@ def test_any_method_takes_the_mask():
     for name in ("reinforce", "gspo"):
         found = slope(make_recipe(Settings(method=name, mask_truncated=True)), batch, leaves)
         assert not found[of_cut].any() and found[~of_cut].any()
-
-
-def test_spread_among_the_finished():
-    def one(key: int, reward: float, cut: bool = False) -> Trajectory:
-        turn = Turn((1,), (2,), reward=reward, stop=Stop.LENGTH if cut else Stop.TOKEN)
-        return Trajectory(f"0.{key}", TASK, (turn,))
-
-    TASK = Task("test", 1)
-    group = lambda *members: Group("0", TASK, members)  # noqa: E731
-    mixed = group(one(0, 1.0), one(1, 1.0), one(2, 0.0, cut=True))
-    assert Spread()(mixed) is mixed and Spread(finished=True)(mixed) == "no spread of rewards"
-    useful = group(one(0, 1.0), one(1, 0.0), one(2, 0.0, cut=True))
-    assert Spread(finished=True)(useful) is useful
-    assert isinstance(Spread(finished=True)(group(one(0, 1.0, cut=True), one(1, 0.0, cut=True))), str)

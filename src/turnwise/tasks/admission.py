@@ -24,15 +24,13 @@ class AdmitAll(Admission):
 
 
 class Spread(Admission):
-    """Admits only groups whose rewards differ by more than ``least``: equal rewards give no gradient (dynamic sampling).
-    ``finished``: the rewards of trajectories that no limit cut."""
+    """Admits only groups whose rewards differ by more than ``least``: equal rewards give no gradient (dynamic sampling)."""
 
     least: float = 1e-6
-    finished: bool = False
 
     def __call__(self, group: Group) -> Group | str:
-        rewards = [t.reward for t in group.trajectories if not (self.finished and t.unfinished)]
-        return group if rewards and max(rewards) - min(rewards) > self.least else "no spread of rewards"
+        rewards = [t.reward for t in group.trajectories]
+        return group if max(rewards) - min(rewards) > self.least else "no spread of rewards"
 
 
 class NotPerfect(Admission):

@@ -65,20 +65,18 @@ def mini_o3(low: float = 0.2, high: float = 0.3) -> Recipe:
     """Mini-o3: over-turn masking; episodes cut by a limit count in the baseline of their group, their tokens not in the loss.
 
     Aᵢ = (Rᵢ − mean)/(std + ε) over all of the group;  J = mean over the tokens of finished episodes of
-    min(ρA, clip(ρ, 1−low, 1+high)A);  groups whose finished episodes have equal rewards are replaced by others
+    min(ρA, clip(ρ, 1−low, 1+high)A);  groups with equal rewards are replaced by others
 
     Paper: Mini-o3: Scaling Up Reasoning Patterns and Interaction Turns for Visual Search, arXiv 2509.07969.
     Settings: low 0.2, high 0.3, G 16, 6 turns in training (--max-turns 6) and up to 32 at test, no KL, no entropy bonus.
-    Deviation: an episode whose last turn has no end is unfinished, too (released code: a flag of its own, like that for turns); a
-    group with fewer than two finished episodes is dropped (released code keeps it, as the std of one number is NaN there). Where
-    every failure is a cut episode, as in keydoor, no group is left: take --mask-truncated with another method.
-    Sure of: masking, statistics and average (official code), the clip (paper text)."""
+    Deviation: an episode whose last turn has no end is unfinished, too; the released code has a flag of its own for
+    those, which its command leaves off."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(low, high),
         aggregate=Mean(TOKEN),
         keep=Finished(),
-        admission=Spread(finished=True),
+        admission=Spread(),
     )
 
 
