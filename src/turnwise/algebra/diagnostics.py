@@ -75,11 +75,7 @@ def _tails(moved: Field) -> dict[str, Tensor]:
         has_tokens = moved.tree.size(TOKEN, level).x > 0  # multiply instead of indexing: no GPU synchronisation
         log = moved.sum(level).x.double()
         weight = log.clamp(-20.0, 20.0).exp() * has_tokens
-        out |= {
-            f"_w/{name}": weight.sum(),
-            f"_w2/{name}": (weight**2).sum(),
-            f"_n/{name}": has_tokens.double().sum(),
-        }
+        out |= {f"_w/{name}": weight.sum(), f"_w2/{name}": (weight**2).sum(), f"_n/{name}": has_tokens.double().sum()}
         out[f"_over/{name}"] = (log > LOG_2).double().sum()
         out[f"_under/{name}"] = (log < -LOG_2).double().sum()
     return out

@@ -48,7 +48,12 @@ class Tree:
     Trajectories may come in any order. A turn may be empty; a group holds at least one trajectory."""
 
     def __init__(
-        self, turn_of_token: Tensor, trajectory_of_turn: Tensor, group_of_trajectory: Tensor, groups: int, check: bool = True
+        self,
+        turn_of_token: Tensor,
+        trajectory_of_turn: Tensor,
+        group_of_trajectory: Tensor,
+        groups: int,
+        check: bool = True,
     ) -> None:
         # ``check``: verify that every parent index is in range; trees cut from a checked one need not
         self.parents = (turn_of_token, trajectory_of_turn, group_of_trajectory)

@@ -201,8 +201,7 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
-    def unfinished(self) -> bool:
-        """A limit ended it: of turns or context, or of tokens in its last turn, which then lacks its end."""
+    def unfinished(self) -> bool:  # a limit ended it: of turns or context, or of tokens in its last turn
         return self.status == Status.TRUNCATED or bool(self.turns and self.turns[-1].stop == Stop.LENGTH)
 
     @property
