@@ -110,7 +110,7 @@ MISTAKES = {  # command: what it must say
     # method, model, settings
     f"train grop {REWARDED[6:]}": ["did you mean 'grpo'?"],
     f"train dpo {REWARDED[6:]}": ["learns from pairs"],
-    f"train gigpo {REWARDED[6:]}": ["the rows of prompts.jsonl provide none; take another method"],
+    f"train gigpo {REWARDED[6:]}": ["an episode of prompts has one turn; write --tools"],
     "train --data prompts.jsonl --reward exact --model not_a_folder": ["this is a file, not a folder"],
     "train --data prompts.jsonl --reward exact --model base": ["has no chat template; give one with --template"],
     f"{REWARDED} --max-turns -1": ["--max-turns is -1"],

@@ -133,14 +133,8 @@ def test_evaluations_and_demonstrations_are_real():
         assert one.terminated and one.reward == 1
 
 
-def test_a_dream_survives_a_snapshot():
-    env, other = Dream(), Dream()
-    env.reset(9)
-    env.step(text_action("east"))
-    other.restore(env.snapshot())
-    one, two = (e.step(text_action("south")).messages for e in (env, other))
-    assert one == two == [{"role": "user", "content": other.seen}] and env.dreamed == other.dreamed == 2
-    variants = set()
+def test_dreams_of_one_transition_differ_between_tasks():
+    env, variants = Dream(), set()
     for seed in range(60):
         env.reset(seed)
         variants.add(env.variant)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -91,17 +89,6 @@ def test_held_out_episodes_are_the_environments_own():
     env.reset(3)
     step = env.step(text_action("jump"))
     assert step.reward == 0 and not step.truncated and step.context is None
-
-
-def test_a_snapshot_holds_patches_and_history():
-    env = KeyDoorPath(patches=2)
-    env.reset(4)
-    env.step(text_action(WRONG[env.oracle().text]))
-    saved = json.loads(json.dumps(env.snapshot()))
-    again = KeyDoorPath(patches=2)
-    again.reset(9)
-    again.restore(saved)
-    assert again.read == env.read and again.patched == 1 and again.state_key() == env.state_key()
 
 
 def test_wrong_limits_are_refused():

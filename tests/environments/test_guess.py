@@ -1,5 +1,3 @@
-import json
-import random
 
 import pytest
 from support.players import play
@@ -67,14 +65,3 @@ def test_each_observation_stands_alone():
     for thing, letter in zip(env.problem.candidates, "abcdefg"):
         assert (f"{thing} {letter}" in text) == (thing in env.remaining)
     assert env.step(text_action(env.answer())).info["success"]
-
-
-def test_restored_episode_goes_on():
-    for seed in range(20):
-        env, fresh, rng = Guess(difficulty=2), Guess(), random.Random(seed)
-        env.reset(seed)
-        for _ in range(rng.randrange(3)):
-            env.step(env.demonstrate(rng))
-        fresh.restore(json.loads(json.dumps(env.snapshot())))
-        assert fresh.snapshot() == env.snapshot() and fresh.oracle() == env.oracle()
-        assert fresh.step(fresh.oracle()) == env.step(env.oracle())

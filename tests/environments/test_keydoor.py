@@ -1,13 +1,9 @@
-import json
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.players import SPLITS, play
 
 from turnwise.environments.base import text_action
 from turnwise.environments.builtin.keydoor import (
     SIZES,
-    WORDS,
     GridLayout,
     GridState,
     KeyDoor,
@@ -70,24 +66,4 @@ def test_state_key_is_the_state_and_not_the_way():
     assert env.state_key() != other.state_key()
     env.step(text_action(back))
     assert env.state_key() == other.state_key()
-    assert env.snapshot() != other.snapshot()  # the turns differ
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 5), difficulty=st.sampled_from([1, 2]), cut=st.integers(0, 40),
-    words=st.lists(st.sampled_from([*WORDS, "good", "dance"]), min_size=1, max_size=60),
-)  # fmt: skip
-def test_restored_episode_goes_on_exactly(seed, difficulty, cut, words):
-    def act(env, word):
-        return env.step(env.oracle() if word == "good" else text_action(word)), env.state_key()
-
-    env = KeyDoor(difficulty=difficulty)
-    env.reset(seed)
-    for word in words[:cut]:
-        act(env, word)
-    fresh = KeyDoor(difficulty=1)  # even another difficulty: a snapshot holds all there is
-    fresh.restore(json.loads(json.dumps(env.snapshot())))
-    assert fresh.snapshot() == env.snapshot()
-    assert [act(fresh, word) for word in words[cut:]] == [act(env, word) for word in words[cut:]]
-    assert fresh.snapshot() == env.snapshot()
+    assert env.turns != other.turns

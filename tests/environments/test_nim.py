@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
@@ -64,13 +63,3 @@ def test_both_players_are_paid_on_their_own_last_turn():
     assert sorted(rewards.values()) == [-1.0, 1.0] and played.reward == 0
     assert [t.reward for t in played.turns[:-2]] == [0.0] * (len(played.turns) - 2)
     assert rewards[played.turns[-1].agent] == 1.0
-
-
-def test_a_snapshot_goes_on_alike():
-    env, other, rng = Nim(difficulty=2), Nim(difficulty=2), random.Random(0)
-    env.reset(5)
-    env.step(env.random_action(rng))
-    other.restore(env.snapshot())
-    assert other.state_key() == env.state_key() and other.agent == env.agent
-    move = env.oracle()
-    assert other.step(move) == env.step(move)

@@ -36,7 +36,7 @@ def test_settings_belong_to_a_task_and_a_model_is_kept_by_its_name():
 
 
 def test_a_method_that_a_task_cannot_serve_is_left_out_with_the_reason():
-    assert "state_key" in smollm2.refusal("gigpo", smollm2.budget("countdown", "smollm2", {}))
+    assert "equal states" in smollm2.refusal("gigpo", smollm2.budget("countdown", "smollm2", {}))
     for method in smollm2.METHODS:
         assert smollm2.refusal(method, smollm2.budget("lookup", "smollm2", {})) == ""
 

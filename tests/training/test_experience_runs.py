@@ -47,7 +47,7 @@ def test_a_wrong_name_is_refused_with_the_nearest(setting, tmp_path):
 
 @pytest.mark.parametrize(
     "env, named, why",
-    [("calculator", {"strategy": "arpo"}, "snapshot"), ("nim", {"guidance": "guide"}, "hint"),
+    [("countdown", {"strategy": "arpo"}, "later turns"), ("nim", {"guidance": "guide"}, "hint"),
      ("keydoor", {"strategy": "wordings"}, "wordings")],
 )  # fmt: skip
 def test_what_the_environment_cannot_do_is_refused_with_the_reason(env, named, why, tmp_path):

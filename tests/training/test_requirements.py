@@ -18,6 +18,7 @@ from turnwise.errors import SettingError
 from turnwise.recipes import experience
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.strategies import Branch
+from turnwise.rollout.strategies.tree import SegmentTree
 from turnwise.training.plan import RunPlan
 from turnwise.training.refusals import REQUIREMENTS, refuse
 
@@ -34,10 +35,11 @@ def refused(recipe, **settings) -> str:
     return str(caught.value)
 
 
-def test_a_state_key():
-    said = refused(recipes.build("gigpo"))
-    assert "state_key" in said and "--env guess" in said and "calculator provides none" in said
-    for env in ("guess", "lookup", "keydoor"):
+def test_states_to_compare():
+    """Every environment has them, its own or its observations; an episode of one turn has nothing to compare."""
+    said = refused(recipes.build("gigpo"), env="countdown")
+    assert "equal states" in said and "countdown has one turn" in said
+    for env in ("guess", "calculator", "archive"):
         examine(recipes.build("gigpo"), env=env)
 
 
@@ -46,10 +48,13 @@ def test_a_gold_answer():
     examine(recipes.build("a2tgpo"), env="lookup")
 
 
-def test_snapshots_to_fork_from():
+def test_forks():
+    """By snapshots or by actions played again; of an episode of one turn only inside its answer."""
     forked = replace(recipes.build("grpo"), strategy=Branch())
-    assert "snapshot()" in refused(forked, env="calculator")
+    assert "later turns" in refused(forked, env="countdown")
     examine(forked, env="guess")
+    examine(forked, env="calculator")
+    examine(replace(forked, strategy=SegmentTree()), env="countdown")
 
 
 def test_the_fact_of_one_strategy_is_refused_of_another():

@@ -46,6 +46,7 @@ FAMILIES = {  # a module whose ``environment(member)`` returns the class
     **{family: f"turnwise.environments.families.{family}" for family in OTHER_PACKAGES},
 }
 
+PROMISE = ",deterministic=true"  # ends the name of an environment of another package whose actions may be played again
 RUN_ARGUMENTS = ("difficulty", "split")  # arguments of a constructor that the run gives
 
 
@@ -55,7 +56,10 @@ def load(name: str) -> type[Any]:
     family, _, member = name.partition(":")
     if family in FAMILIES:
         named_object.check_reading(name, f"environment {name!r}")
-        family_class: type[Any] = importlib.import_module(FAMILIES[family]).environment(member)
+        family_class: type[Any] = importlib.import_module(FAMILIES[family]).environment(member.removesuffix(PROMISE))
+        if member.endswith(PROMISE) and not family_class.deterministic:
+            body = {"deterministic": True, "__module__": family_class.__module__, "__doc__": family_class.__doc__}
+            family_class = type(name, (family_class,), body)
         return family_class
     # a word that resembles a family and names no module; the running program, __main__, is one without a spec
     close = difflib.get_close_matches(family, FAMILIES, n=1) if family.isidentifier() and family not in BUILT_IN else []
@@ -153,7 +157,6 @@ settings: Callable[[type[Any]], frozenset[str]] = cache(_settings)  # type: igno
 OPTIONAL = {  # an optional method, and what it makes possible
     "oracle": "oracle",
     "demonstrate": "demonstrations",
-    "snapshot": "snapshot",
     "state_key": "state key",
     "answer": "answer",
     "hint": "hint",
@@ -166,6 +169,12 @@ PACKAGES = {  # the module that must be importable, and the words after `pip ins
     "bfcl": ("bfcl_eval", "--no-deps bfcl-eval"),
     "openenv": ("websockets", "'turnwise-rl[openenv]'"),
 }
+
+
+def can_fork(cls: type[Any]) -> bool:
+    """Whether episodes may be forked: by snapshots, or by actions that are played again, which is tried where nobody says."""
+    snapshots = overrides(cls, "snapshot") and overrides(cls, "restore")
+    return snapshots or getattr(cls, "deterministic", None) is not False
 
 
 def environment_rows() -> list[dict[str, Any]]:
@@ -182,7 +191,7 @@ def environment_rows() -> list[dict[str, Any]]:
             # the limit; several where it depends on the difficulty
             "turns": sorted(set(getattr(cls, "limits", {}).values())) or [cls.max_turns],
             "tools": [tool["function"]["name"] for tool in cls.tools],
-            "offers": [word for method, word in OPTIONAL.items() if overrides(cls, method)],
+            "offers": [word for method, word in OPTIONAL.items() if overrides(cls, method)] + ["forks"] * can_fork(cls),
         }
         rows.append(row)
     for name, module in FAMILIES.items():  # neither the module nor its package is imported

@@ -8,7 +8,6 @@ An environment knows nothing of tokens, log-probabilities or losses.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import random
@@ -50,7 +49,9 @@ class Environment(ABC):
     suggests: ClassVar[Mapping[str, Any]] = {}  # settings that apply where the user gives none: {"history": 1}
     # the same with a model that is not small: {"max_tokens": 256}
     suggests_for_models: ClassVar[Mapping[str, Any]] = {}
-    deterministic: ClassVar[bool] = False  # the same actions lead to the same state: forks may replay them
+    # the same seed and actions lead to the same replies, so that a fork may play them again. None: tried when a run starts;
+    # False: actions have effects outside, which must not happen twice
+    deterministic: ClassVar[bool | None] = None
     wordings: ClassVar[int] = 1  # how many wordings of a task ``reset`` can show
     wording: int = 0  # which of them this episode shows; set before ``reset``
     # a regular expression of texts that the tiny tokenizer must not merge with their neighbours
@@ -76,11 +77,11 @@ class Environment(ABC):
 
     # ---- optional: None means that the environment does not support it
     def state_key(self) -> str | None:
-        """A key that is equal exactly when two episodes of one task are in the same state."""
+        """A key that is equal exactly when two episodes of one task are in the same state. None: the latest observation is it."""
         return None
 
     def snapshot(self) -> Any | None:
-        """The state as JSON-serialisable data, from which ``restore`` continues."""
+        """The state as JSON-serialisable data, from which ``restore`` continues. None: forks play the actions again."""
         return None
 
     def restore(self, snapshot: Any) -> None:
@@ -102,6 +103,10 @@ class Environment(ABC):
         """Hints for this task in tiers, from abstract to concrete, read after ``reset``. Tier k is shown with those before it."""
         hint = self.hint()
         return (hint,) if hint else ()
+
+    def solution(self) -> Sequence[str]:
+        """The turns of a known solution of this task, read after ``reset``. Empty: ``oracle`` is played, where there is one."""
+        return ()
 
     def close(self) -> None:  # noqa: B027 - most episodes hold nothing
         """Release the resources of the episode."""
@@ -181,44 +186,14 @@ class LimitedEpisode(Environment):
         return step
 
 
-class SavedEpisode(LimitedEpisode):
-    """An episode that can be branched: ``saved`` names what ``act`` changes, each with the type that reads it from JSON."""
-
-    saved: ClassVar[Mapping[str, Callable[[Any], Any]]]
-
-    def snapshot(self) -> dict[str, Any]:
-        names = ("difficulty", "split", "seed", "turns", "done", "success")
-        state = {name: getattr(self, name) for name in names}
-        return state | {name: read(getattr(self, name)) for name, read in self.saved.items()}  # copies of what changes
-
-    def restore(self, snapshot: Any) -> None:
-        state = dict(snapshot)
-        self.difficulty, self.split = state["difficulty"], state["split"]
-        self.max_turns = self.limits.get(self.difficulty, self.max_turns)
-        # draws the task again from its seed: a snapshot holds only what the episode changed
-        self.begin(state["seed"])
-        for name, value in state.items():
-            setattr(self, name, self.saved[name](value) if name in self.saved else value)
-
-
 class WrappedEnvironment(Environment):
     """A class that is put before an environment to change its episodes: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
-
-    carried: ClassVar[tuple[str, ...]] = ()  # names of its own state, for snapshots
 
     def plain_step(self, action: Action) -> Step:
         """The step of the environment itself."""
         step = super().step(action)  # type: ignore[safe-super]
         assert isinstance(step, Step), f"{type(self).__name__}: its step must not be async"
         return step
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"plain": super().snapshot(), **copy.deepcopy({name: getattr(self, name) for name in self.carried})}
-
-    def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot["plain"])
-        for name in self.carried:
-            setattr(self, name, snapshot[name])
 
 
 class AnsweredEnvironment(Environment):

@@ -3,6 +3,8 @@ same. Any other value raises an ``EnvironmentFault``. Does not know the caller, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from turnwise.core.text import MAX_DEPTH, clean, clean_tree, cut
 from turnwise.errors import EnvironmentFault, SettingError
 
 DEFAULT_TURNS = 8  # of a class without max_turns
+STATE_CHARACTERS = 1000  # of an observation that names its state
 COUNTS = ("tool_calls", "tool_errors")
 NAMED_REWARDS = {"rewards": "a dict of names and numbers", "paid": "a dict of agents and what they earn"}
 
@@ -92,6 +95,21 @@ def _read_text(method: str, value: Any) -> str | None:
 
 
 read_state_key, read_answer, read_hint = (partial(_read_text, method) for method in ("state_key", "answer", "hint"))
+
+
+def comparable(messages: Any, step: Step | None = None) -> str:
+    """Messages and the outcome of a step as one line, equal where an environment replies the same."""
+    text = json.dumps([dict(message) for message in messages], sort_keys=True, default=repr)
+    return text if step is None else f"{text} {float(step.reward)!r} {bool(step.terminated)} {bool(step.truncated)}"
+
+
+def observed_state(messages: Sequence[Message]) -> str:
+    """The key of a state that its environment does not name: what was observed there. Of a long text the beginning and a digest
+    of all of it, so that equal keys are equal texts and similar ones can still be compared."""
+    text = "\n".join(message["content"] for message in messages)
+    if len(text) <= STATE_CHARACTERS:
+        return text
+    return f"{text[:STATE_CHARACTERS]} #{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def is_finite(value: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
@@ -25,7 +25,6 @@ VARIANTS = 8  # different dreams of one transition: what the observation hides m
 class Dreamed(WrappedEnvironment):
     """``horizon``: the most steps that are dreamed in an episode."""
 
-    carried: ClassVar[tuple[str, ...]] = ("dreaming", "seen", "dreamed", "variant")
     seen: str  # the last observation
     dreamed: int  # steps
 

@@ -28,7 +28,6 @@ class ExpertPath(WrappedEnvironment):
     """Put before an environment with an ``oracle`` and a plain ``step``: ``class KeyDoorPath(ExpertPath, KeyDoor)``."""
 
     facts: ClassVar[tuple[str, ...]] = ("match",)
-    carried: ClassVar[tuple[str, ...]] = ("read", "patched")
     read: list[Message]  # what the policy has read, with the expert's words in the place of wrong ones
 
     def __init__(self, *, difficulty: int = 1, split: str = "train", patches: int = 2) -> None:

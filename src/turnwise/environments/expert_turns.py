@@ -11,7 +11,7 @@ evaluation measures what the policy does alone. Knows no tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
@@ -29,7 +29,6 @@ class ExpertTurns(WrappedEnvironment):
     is as good as the expert's (``environments/demonstrated.py``)."""
 
     expert_turns: ClassVar[bool] = True
-    carried: ClassVar[tuple[str, ...]] = ("turn_index",)
     turn_index: int  # which turn of the demonstration this episode is
 
     def __init__(
@@ -78,10 +77,6 @@ class ExpertTurns(WrappedEnvironment):
             return self.plain_step(action)
         good = self.acceptable(action)
         return Step([], float(good), terminated=True, info={"success": good})
-
-    def restore(self, snapshot: Any) -> None:
-        super().restore(snapshot)
-        self.expected = self.oracle()
 
 
 class KeyDoorTurns(ExpertTurns, KeyDoor):

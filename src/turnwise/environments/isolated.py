@@ -285,7 +285,8 @@ class IsolatedEnvironment:
         facts = {**dict(step.info.get("facts", {})), "process_deaths": float(self.moves - before)}
         return replace(step, info={**step.info, "facts": facts})
 
-    state_key, snapshot, restore, answer, hint = map(_asked, ("state_key", "snapshot", "restore", "answer", "hint"))
+    state_key, snapshot, restore, answer = map(_asked, ("state_key", "snapshot", "restore", "answer"))
+    hint, hints, solution, turns_to_solve = map(_asked, ("hint", "hints", "solution", "turns_to_solve"))
 
     async def scripted_action(self, policy: str, seed: int) -> Action:
         """The next action of the environment's ``oracle``, ``random_action`` or ``demonstrate``."""

@@ -42,6 +42,7 @@ class PromptEnvironment(Environment):
 
     max_turns = 1
     inline = True
+    deterministic = True
     verdict: ClassVar[bool] = False  # the environment itself does not say whether an answer is right
     problems: ClassVar[Mapping[str, Mapping[int, PromptProblem]]]  # by split and row number
     seeds: ClassVar[Mapping[str, Sequence[int]]]  # the tasks of each split, which end
@@ -81,16 +82,21 @@ class ToolPromptEnvironment(PromptEnvironment):
         # code that raises is no failed call of the toolbox, so it is counted here
         self.turn = self.failed_code = 0
         self.session: SandboxSession | None = None
+        self.programs: list[str] = []  # that the interpreter has run
 
         async def python(code: str) -> str:
             """Run Python and see what it prints."""
-            if self.session is None:
-                self.session = python_tool().open()
-            result = await self.session.arun(code)
+            result = await self._run(code)
             self.failed_code += not result.ok
             return result.output.strip() or "(nothing printed)"
 
         self.toolbox = Toolbox([*([python] if self.with_python else []), *self.functions])
+
+    async def _run(self, code: str) -> Any:
+        if self.session is None:
+            self.session = python_tool().open()
+        self.programs.append(code)
+        return await self.session.arun(code)
 
     def reset(self, seed: int) -> Sequence[Message]:
         messages = super().reset(seed)
@@ -113,6 +119,15 @@ class ToolPromptEnvironment(PromptEnvironment):
             errors += self.failed_code - failed_before
         info = {"tool_calls": len(action.calls) + len(action.faults), "tool_errors": errors}
         return Step(messages, truncated=self.turn >= self.max_turns, info=info)
+
+    # functions of the user are not called again for a fork: they may cost something, or act on the world
+    def snapshot(self) -> dict[str, Any]:
+        return {"turn": self.turn, "programs": list(self.programs)}
+
+    async def restore(self, snapshot: Any) -> None:  # type: ignore[override]
+        self.turn = snapshot["turn"]
+        for code in snapshot["programs"]:
+            await self._run(code)
 
     def close(self) -> None:
         if self.session is not None:

@@ -29,7 +29,16 @@ from turnwise.core.records import (
     Turn,
 )
 from turnwise.environments.calls import call_environment
-from turnwise.environments.contract import read_answer, read_facts, read_hint, read_messages, read_state_key, read_step
+from turnwise.environments.contract import (
+    comparable,
+    observed_state,
+    read_answer,
+    read_facts,
+    read_hint,
+    read_messages,
+    read_state_key,
+    read_step,
+)
 from turnwise.errors import ContextOverflow, EnvironmentFault, TurnwiseError, host_fault
 from turnwise.rollout.renderer import Dialogue, Renderer
 
@@ -40,7 +49,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ForkPoint:
     """The state of trajectory ``key`` at its turn ``turn``, after ``token`` sampled tokens of that turn: enough to continue from
-    there in another way. ``snapshot`` None: the environment has none, and ``actions`` are played again."""
+    there in another way. ``snapshot`` None: the environment has none; ``actions`` are played again, and ``replies`` compared."""
 
     key: str
     turn: int
@@ -51,7 +60,9 @@ class ForkPoint:
     start: tuple[int, ...] = ()  # ids of the turn so far, sampled by the trajectory or its ancestors
     token: int = 0  # how many of them the trajectory itself sampled
     added: tuple[int, ...] = ()  # ids that the continuation begins with, recorded as its context
-    actions: tuple[Action, ...] = ()
+    actions: tuple[Action, ...] = ()  # since the start of the episode
+    replies: tuple[str, ...] = ()  # to reset and to each of them, as ``comparable`` writes them
+    observation: str = ""  # the latest
     remaining: float | None = None  # turns that the scripted solution needs from here, where the environment knows it
 
 
@@ -182,7 +193,8 @@ class Episode:
         seats that are not the policy's."""
         self.others, self.carried_restart = others, False
         self.support, self.wording, self.carried, self.entropies = support, wording, list[int](), entropies
-        self.actions: list[Action] = []
+        # what was done in the environment and what it said; ``names_states``: whether it has keys of its own
+        self.actions, self.replies, self.observation, self.names_states = list[Action](), list[str](), "", True
         limits = replace(limits, turns=min(limits.turns, max_turns)) if max_turns else limits
         self.fork_from, self.fork_points, self.with_hint, self.hint = fork_from, fork_points, with_hint, ""
         self.key, self.task, self.environment, self.session = key, task, environment, session
@@ -257,6 +269,7 @@ class Episode:
             self.environment.wording = self.wording
         first = read_messages(await self._call(self.environment.reset, self.task.seed), "reset")
         tools, support = tuple(getattr(self.environment, "tools", ())), self.support
+        self._hear(first)
         if self.fork_from is None:
             recorded = support.hint if support is not None and support.recorded else ""
             self.dialogue = self.renderer.open(with_hint_text(first, recorded), tools, self.limits.history)
@@ -270,11 +283,10 @@ class Episode:
         else:  # the prefix, including the context of this turn, belongs to the parent trajectory
             if self.fork_from.snapshot is not None:
                 await self._call(self.environment.restore, self.fork_from.snapshot)
-            for action in self.fork_from.actions:  # where the environment has no snapshot
-                if (step := read_step(await self._call(self.environment.step, action))).terminated or step.truncated:
-                    raise EnvironmentFault(
-                        "the same actions ended the episode this time: the environment is not deterministic"
-                    )
+            else:
+                await self._replay(self.fork_from, first)
+            self.actions, self.replies = list(self.fork_from.actions), list(self.fork_from.replies)
+            self.observation = self.fork_from.observation
             prefix = copy.deepcopy(self.fork_from.dialogue)
             self.dialogue = replace(prefix, new_ids=[], masked_ids=[], restarted=False)
             self.rewards = dict(self.fork_from.rewards)
@@ -299,6 +311,33 @@ class Episode:
         self.limit = Limit.TURNS
         return Status.TRUNCATED, "turn limit"
 
+    async def _step(self, action: Action) -> Step:
+        """One step in the environment, which is remembered."""
+        self.actions.append(action)
+        step = read_step(await self._call(self.environment.step, action))
+        self._hear([*(step.context or ()), *step.messages], step)
+        return step
+
+    def _hear(self, messages: Sequence[Message], step: Step | None = None) -> None:
+        self.observation = observed_state(messages)
+        if self.fork_points is not None:  # others may fork from here
+            self.replies.append(comparable(messages, step))
+
+    async def _replay(self, point: ForkPoint, first: Sequence[Message]) -> None:
+        """Bring the environment to a fork point by the actions that led to it. It must reply as it did."""
+        replies = [comparable(first)]
+        for action in point.actions:
+            if replies[-1] != point.replies[len(replies) - 1]:
+                break
+            step = read_step(await self._call(self.environment.step, action))
+            replies.append(comparable([*(step.context or ()), *step.messages], step))
+        if tuple(replies) != point.replies:
+            what = f"action {len(replies) - 1}" if replies[1:] else "reset"
+            raise EnvironmentFault(
+                f"{what} was answered otherwise when it was played again: the environment is not deterministic, so its episodes "
+                "cannot be forked; give it snapshot() and restore(), or take another strategy"
+            )
+
     async def _open_hinted(self, first: list[Message], tools: tuple[Any, ...]) -> None:
         """Open the dialogue that is sampled from: the hint is appended to the first message, which always stays visible."""
         hint = getattr(self.environment, "hint", None)
@@ -310,15 +349,15 @@ class Episode:
             self.hinted_dialogue = self.renderer.open(with_hint_text(first, self.hint), tools, self.limits.history)
 
     async def _fork_point(self, dialogue: Dialogue) -> ForkPoint:
-        """The present state. Without a snapshot, the actions so far are kept to be played again."""
+        """The present state."""
         take = getattr(self.environment, "snapshot", None)
         snapshot = copy.deepcopy(await self._call(take, inline=True)) if callable(take) else None
-        actions = () if snapshot is not None else (*(self.fork_from.actions if self.fork_from else ()), *self.actions)
         ask = getattr(self.environment, "turns_to_solve", None)
         remaining = await self._call(ask) if callable(ask) else None
         taken, rewards = len(self.turns) + self._taken_before(), dict(self.rewards)
-        state = (snapshot, copy.deepcopy(dialogue), rewards, taken, self._start(), 0, (), actions, remaining)
-        return ForkPoint(self.key, len(self.turns), *state)
+        state = (snapshot, copy.deepcopy(dialogue), rewards, taken, self._start(), 0, ())
+        said = (tuple(self.actions), tuple(self.replies), self.observation)
+        return ForkPoint(self.key, len(self.turns), *state, *said, remaining)
 
     def _taken_before(self) -> int:
         """Turns of this episode that the policy does not take here: its ancestors' and given ones."""
@@ -330,9 +369,7 @@ class Episode:
         if dialogue.restarted:
             self.carried, self.carried_restart = [], True
         self.carried = [*self.carried, *dialogue.new_ids, *tokens]
-        action = self.renderer.append_sampled(dialogue, tokens)
-        self.actions.append(action)
-        return read_step(await self._call(self.environment.step, action))
+        return await self._step(self.renderer.append_sampled(dialogue, tokens))
 
     async def _other_turn(self, dialogue: Dialogue) -> Step:
         """A turn of another player. What it earns is not the policy's; what it pays the policy's seat is."""
@@ -380,12 +417,11 @@ class Episode:
         action: Action = self.renderer.append_sampled(dialogue, [*start, *completion.tokens])
         if self.hinted_dialogue is not None:
             self.renderer.append_sampled(self.hinted_dialogue, [*start, *completion.tokens])
-        self.actions.append(action)
         if self.entropies is not None:
             self.entropies.append(tuple(completion.entropy))
         began = time.perf_counter()
         try:
-            step = read_step(await self._call(self.environment.step, action))
+            step = await self._step(action)
         except BaseException:
             step = Step()
             raise
@@ -426,11 +462,12 @@ class Episode:
         return tuple(completion.routes[-(len(context) + len(completion.tokens)) :])
 
     async def _state(self) -> str | None:
-        """The key of the current state. If the first state has none, the environment is not asked again."""
+        """The key of the current state; its observation where the environment names none. One that does not name the first
+        state is not asked again."""
         key = getattr(self.environment, "state_key", None)
-        if not callable(key) or (self.turns and self.turns[-1].state is None):
-            return None
-        return read_state_key(await self._call(key))
+        named = read_state_key(await self._call(key)) if self.names_states and callable(key) else None
+        self.names_states = named is not None
+        return self.observation if named is None else named
 
     def _record_info(self, step: Step) -> None:
         if "success" in step.info:

@@ -148,6 +148,7 @@ class NoGuidance(Guidance):
 
 
 SOLUTIONS, HINTS, HELP = frozenset({"solutions"}), frozenset({"hints"}), frozenset({"help"})
+LATE_TURNS = frozenset({"solutions", "later turns"})  # of solutions, to begin at
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
@@ -471,7 +472,7 @@ class BackwardStarts(Guidance):
     the task's next group starts ``by`` turns earlier; where none does, ``by`` turns later, but never nearer to the end than
     ``first``. Beyond the beginning of the solution groups start at the prompt. Tasks must come back: use a pool."""
 
-    live, requirements = _BackwardStarts, SOLUTIONS
+    live, requirements = _BackwardStarts, LATE_TURNS
     first: int = number(1, least=1)
     by: int = number(1, least=1)
     enough: float = number(0.5, above=0, most=1)
@@ -491,7 +492,7 @@ class LateStarts(Guidance):
     """Every group starts at one of ``starts`` + 1 places with equal chances: at the prompt, or k·``apart`` turns before the end
     of its task's solution, k = 1 ... ``starts``. All episodes of a group start at the same place."""
 
-    live, requirements = _LateStarts, SOLUTIONS
+    live, requirements = _LateStarts, LATE_TURNS
     starts: int = number(3, least=0)
     apart: int = number(2, least=1)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -39,7 +40,7 @@ from turnwise.engines.sharded.torchrun import check_torchrun, ranks_here, torchr
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
 from turnwise.environments.calls import call_environment
-from turnwise.environments.contract import read_messages, read_step
+from turnwise.environments.contract import comparable, read_messages, read_step, turn_limit
 from turnwise.errors import EnvironmentFault, GrammarError, SettingError, nearest
 from turnwise.maths.statistics import wilson
 from turnwise.models.facts import read_model_facts
@@ -50,7 +51,7 @@ from turnwise.recipes import signatures
 from turnwise.rewards.conventions import describe_fault
 from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.parsers.table import check_name
-from turnwise.rollout.scripted import SCRIPTED_POLICIES
+from turnwise.rollout.scripted import SCRIPTED_POLICIES, next_action, scripted_policy
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent
 from turnwise.rollout.typed_output import run_grammar
 from turnwise.store.rundir import check_run_name
@@ -71,7 +72,8 @@ TRACKERS = ("tensorboard", *SERVICES)
 DEVICES = r"auto|(cpu|cuda)(:\d+)?"
 NO_ENGINE = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs", "tpu": "TPUs", "npu": "NPUs", "hpu": "HPUs"}
 USELESS_POINTS = 15  # an evaluation with wider intervals than that sees hardly any change
-TRIED_TASKS = 3  # of an environment that fails to begin
+TRIED_TASKS = 3  # of an environment that fails to begin, or that must reply the same twice
+TRIED_TURNS = 4
 RANKS_PER_CORE = 4  # a few too many serve to try something out
 FLAGS = {  # requirements that a flag provides
     "demonstrations": ("demos", "--demos FILE (dialogues as JSON Lines), --demos oracle, or --data FILE (it alone)"),
@@ -82,6 +84,11 @@ BUFFER_FACTS = ("age", "advantage")
 PAIR_FACTS = ("chosen", "gap", "family")
 RUN_FACTS = ("said",)  # that a run itself records, in any environment
 STRATEGY_FACTS: dict[str, type] = {GREEDY_REWARD: GreedyBaseline}  # facts that one strategy alone records
+SECOND_TURN = {  # requirements that an episode of one turn cannot meet
+    "feedback": "reads the environment's observations",
+    "later turns": "starts at later turns of an episode",
+    "state": "compares turns that were taken in equal states",
+}
 UNMET_BY_OPPONENTS = {  # requirements of methods that take turns for granted which another player takes
     "forks": "forks episodes at a turn",
     "hints": "writes hints into the prompt",
@@ -133,6 +140,57 @@ def _environment(plan: RunPlan) -> Iterator[str]:
         yield f"{s.env} cannot be played: {faults[0]}; `turnwise check-env {s.env}` says more"
 
 
+def _replays(plan: RunPlan) -> Iterator[str]:
+    """Forks that play actions again, where nobody says whether the replies are the same: two equal episodes are begun."""
+    s, cls, spec = plan.settings, plan.env_spec.env_class, plan.env_spec
+    told = getattr(cls, "deterministic", None) is not None or (overrides(cls, "snapshot") and overrides(cls, "restore"))
+    if told or s.offline or s.cluster or "forks" not in required_by(plan.recipe):
+        return
+    for task in spec.first_tasks("train", TRIED_TASKS):
+        with ThreadPoolExecutor(1) as thread:
+            first, second = thread.submit(lambda: asyncio.run(_twice(spec, task))).result()  # noqa: B023
+        if first != second:
+            yield (
+                f"{s.env} replies otherwise when the same actions are played again ({first:.80}, then {second:.80}), so its "
+                f"episodes cannot be forked, which {s.title} needs; let its replies depend on the seed and the actions alone, or "
+                "give it a snapshot() and restore()"
+            )
+
+
+async def _twice(spec: EnvSpec, task: Task) -> tuple[str, str]:
+    """The first replies that differ between two episodes of the same actions; the last ones where none do."""
+    lines = []
+    for _ in range(2):
+        environment, replies = spec.make(task), list[str]()
+        call = partial(call_environment, seconds=spec.limits.environment_seconds, inline=False)
+        try:
+            replies.append(comparable(read_messages(await call(environment.reset, task.seed), "reset")))
+            act = (
+                scripted_policy("random", environment, 0)
+                if overrides(spec.env_class, "random_action")
+                else dummy_action
+            )
+            for _ in range(TRIED_TURNS):
+                step = read_step(await call(environment.step, await next_action(act)))
+                replies.append(comparable([*(step.context or ()), *step.messages], step))
+                if step.terminated or step.truncated:
+                    break
+        except Exception as fault:  # an episode that fails is told of elsewhere; here it must fail alike
+            replies.append(describe_fault(fault))
+        finally:
+            if callable(close := getattr(environment, "close", None)):
+                with contextlib.suppress(Exception):
+                    await call(close)
+        lines.append(replies)
+    pairs = list(itertools.zip_longest(*lines, fillvalue=""))
+    first, second = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
+    return first, second
+
+
+def dummy_action() -> Action:
+    return Action(text=DUMMY)
+
+
 async def _first_step(spec: EnvSpec, task: Task) -> str:
     """What is wrong with the first messages of an episode, or with what a step returns; empty if nothing is."""
     seconds, environment = spec.limits.environment_seconds, None
@@ -142,7 +200,7 @@ async def _first_step(spec: EnvSpec, task: Task) -> str:
         read_messages(await call(environment.reset, task.seed), "reset")
         if spec.agent is None:  # an agent may never step
             try:
-                step = await call(environment.step, Action(text=DUMMY))
+                step = await call(environment.step, dummy_action())
             except Exception:  # it may refuse an answer that makes no sense
                 return ""
             read_step(step)
@@ -357,15 +415,15 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
                 also = "; with --reward the rows of --data are prompts, so leave --reward out" if s.data else ""
                 yield f"{s.title} learns from {'a ' * (word == 'teacher')}{word}; write {FLAGS[word][1]}{also}"
             continue
-        if word == "feedback":
-            if env_spec.limits.turns < 2:
-                yield (
-                    f"{s.title} reads the environment's observations, and an episode of {s.env} has one turn; write "
-                    "--max-turns 2 or more, or take another environment"
-                )
-            continue
         if s.offline:
             continue  # the file provides it or not; no environment is involved
+        if word in SECOND_TURN:
+            if min(env_spec.limits.turns, turn_limit(env_spec.env_class)) < 2:
+                cure = "--max-turns 2 or more, or take another environment"
+                if s.uses_prompts:
+                    cure = "--tools, so that it has more, or a strategy that forks inside an answer (latr, spo_tree)"
+                yield f"{s.title} {SECOND_TURN[word]}, and an episode of {s.env} has one turn; write {cure}"
+            continue
         # A strategy of the user's own may record any fact; of ours we know which does.
         recorder, strategy = STRATEGY_FACTS.get(name) if kind == "fact" else None, recipe.strategy
         if recorder and type(strategy).__module__.startswith("turnwise.") and not isinstance(strategy, recorder):
@@ -379,6 +437,12 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
                 "--replay out, or write --fresh 0"
             )
         provides, description = _provider(word, recipe)
+        if word == "forks" and not environments.can_fork(env_spec.env_class):
+            yield (
+                f"{s.title} forks episodes by playing their actions again, and those of {s.env} may have effects outside; write "
+                f"--env {s.env},deterministic=true if they have none (in a class of your own: deterministic = True, or a "
+                "snapshot() and restore())"
+            )
         if provides is not None and not provides(env_spec.env_class):
             able = [name for name in environments.BUILT_IN if name != s.env and provides(environments.load(name))]
             others = f" (or {', '.join(able[1:])})" if able[1:] else ""
@@ -407,21 +471,22 @@ def _provider(word: str, recipe: Recipe) -> tuple[Provides | None, str]:
 
 
 PROVIDERS: dict[str, tuple[Provides, str]] = {
-    "state": (lambda cls: overrides(cls, "state_key"), "the state in which a turn was taken (a state_key)"),
     "answer": (lambda cls: overrides(cls, "answer"), "the gold answer (an answer())"),
     "verdict": (lambda cls: bool(getattr(cls, "verdict", True)), "whether an episode succeeded (info['success'])"),
-    "hints": (lambda cls: overrides(cls, "hint") or overrides(cls, "hints"), "a hint for each task (a hint())"),
-    "solutions": (lambda cls: overrides(cls, "oracle"), "a scripted solution of each task (an oracle())"),
+    "hints": (
+        lambda cls: overrides(cls, "hint") or overrides(cls, "hints"),
+        "a hint for each task (a hint(); in rows a column hint or hints)",
+    ),
+    "solutions": (
+        lambda cls: overrides(cls, "oracle") or overrides(cls, "solution"),
+        "a solution of each task (an oracle() or solution(); in rows a column solution, steps or answer)",
+    ),
     "wordings": (lambda cls: getattr(cls, "wordings", 1) > 1, "several wordings of each task (wordings)"),
     "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
     "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),
     "expert turns": (
         lambda cls: bool(getattr(cls, "expert_turns", False)),
         "an expert's states and its action there (turnwise.environments.expert_turns, demonstrated:FILE)",
-    ),
-    "forks": (
-        lambda cls: (overrides(cls, "snapshot") and overrides(cls, "restore")) or getattr(cls, "deterministic", False),
-        "a snapshot() to fork from, and a restore(), or deterministic = True, so that actions can be played again",
     ),
 }
 
@@ -639,6 +704,7 @@ WITH_RECIPE: tuple[Row, ...] = (
     _sampling_elsewhere,
     _rows_and_demonstrations,
     _environment,
+    _replays,
 )
 LOADED: tuple[Row, ...] = (rank_places, _tokenizer, prompt_lengths, _model_size, _teacher)
 RESUMED: tuple[Row, ...] = (cluster, ranks, _sampling_elsewhere)  # of a run that goes on: what may be changed then

@@ -98,6 +98,7 @@ class Archive(LimitedEpisode):
     difficulties = (1, 2, 3)
     limits: ClassVar[Mapping[int, int]] = {difficulty: pages + SPARE_TURNS for difficulty, pages in PAGES.items()}
     max_turns = limits[3]
+    deterministic = True
     tools: Sequence[dict[str, Any]] = EDITING_TOOLS
     inline = True
     suggests: ClassVar[Mapping[str, Any]] = {

@@ -136,6 +136,7 @@ class Calculator(Environment):
 
     difficulties: ClassVar[tuple[int, ...]] = (1, 2, 3)
     max_turns = 5
+    deterministic = True
     tools: Sequence[dict[str, Any]] = (TOOL,)
     wordings = 1 + len(REWRITES)
     facts: ClassVar[tuple[str, ...]] = ("error",)  # the first wrong turn so far, −1 for none

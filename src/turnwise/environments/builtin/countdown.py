@@ -55,6 +55,7 @@ class Countdown(Environment):
     difficulties = (1, 2, 3)
     max_turns = 1
     inline = True
+    deterministic = True
     wordings = 3  # the numbers in another order
 
     def reset(self, seed: int) -> Sequence[Message]:

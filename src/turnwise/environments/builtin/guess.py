@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import SavedEpisode, sample_problem, text_action, user_message
+from turnwise.environments.base import LimitedEpisode, sample_problem, text_action, user_message
 
 FEATURES = (("big", "small"), ("red", "blue", "green", "black"), ("ball", "box", "cup", "hat"))
 ATTRIBUTES = tuple(word for feature in FEATURES for word in feature)
@@ -82,7 +82,7 @@ def problem_of(difficulty: int, split: str, seed: int) -> GuessProblem:
     return sample_problem(make, seed, split, lambda problem: problem.key)
 
 
-class Guess(SavedEpisode):
+class Guess(LimitedEpisode):
     """Reward 1 for the right guess within the turn limit, else 0."""
 
     difficulties = (1, 2, 3)
@@ -94,7 +94,7 @@ class Guess(SavedEpisode):
         "difficulty": (1, 2), "history": 1, "context": 96, "max_tokens": 8, "copying": True, "cold_batch": 32,
     }  # fmt: skip
     symbols: ClassVar[str] = rf"(?:, | not | )?(?:{'|'.join(ATTRIBUTES)})| [a-l]\b"
-    saved: ClassVar[Mapping[str, Any]] = {"remaining": tuple}
+    deterministic = True
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.problem = problem_of(self.difficulty, self.split, seed)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import SavedEpisode, plain_words, sample_problem, text_action, user_message
+from turnwise.environments.base import LimitedEpisode, plain_words, sample_problem, text_action, user_message
 
 Cell = tuple[int, int]  # column, row; row 0 is the north edge
 
@@ -129,7 +129,7 @@ def layout_of(difficulty: int, split: str, seed: int) -> GridLayout:
             return layout
 
 
-class KeyDoor(SavedEpisode):
+class KeyDoor(LimitedEpisode):
     """Actions are single words; observations describe the surroundings."""
 
     difficulties = (1, 2, 3)
@@ -141,7 +141,7 @@ class KeyDoor(SavedEpisode):
         "difficulty": (1,), "history": 1, "context": 96, "max_tokens": 4, "cold_batch": 8, "cold_steps": 60,
     }  # fmt: skip
     symbols: ClassVar[str] = r"(?:, |[.] | )?(?:north|east|south|west|here|key|door|goal|wall|held|locked|open|take) ?"
-    saved: ClassVar[Mapping[str, Any]] = {"state": lambda values: GridState(tuple(values[0]), *values[1:])}
+    deterministic = True
 
     def begin(self, seed: int) -> Sequence[Message]:
         self.layout = layout_of(self.difficulty, self.split, seed)

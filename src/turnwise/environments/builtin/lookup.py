@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
 from turnwise.environments import base
-from turnwise.environments.base import SavedEpisode
+from turnwise.environments.base import LimitedEpisode
 
 WORLDS = 400  # per split: too many to memorise
 COUNTS = {"company": 6, "person": 12, "city": 6, "land": 2}
@@ -164,7 +164,7 @@ ALL_RELATIONS = sorted({relation for each in RELATIONS.values() for relation in 
 HELP = "call search, or say answer: NAME"
 
 
-class Lookup(SavedEpisode):
+class Lookup(LimitedEpisode):
     """Search, read, search again, answer."""
 
     difficulties = (1, 2, 3)
@@ -179,7 +179,7 @@ class Lookup(SavedEpisode):
         "difficulty": (1, 2), "context": 192, "max_tokens": 12, "copying": True, "cold_steps": 60, "cold_demos": 2880,
     }  # fmt: skip
     symbols: ClassVar[str] = SYMBOLS
-    saved: ClassVar[Mapping[str, Any]] = {"notes_read": list}
+    deterministic = True
     notes_read: list[int]  # their numbers, in the order of their latest reading
 
     def begin(self, seed: int) -> Sequence[Message]:

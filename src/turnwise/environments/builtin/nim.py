@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from turnwise.core.protocols import Action, Step
 from turnwise.core.records import Message
-from turnwise.environments.base import SavedEpisode, plain_words, sample_problem, text_action, user_message
+from turnwise.environments.base import LimitedEpisode, plain_words, sample_problem, text_action, user_message
 
 MAX_STONES = 3  # per move
 HEAPS = {1: (2, 8), 2: (4, 14), 3: (8, 22)}  # smallest and largest heap
@@ -23,7 +23,7 @@ SIDES = ("left", "right")
 MOVE = re.compile(r"(left|right) ([1-3])")
 
 
-class Nim(SavedEpisode):
+class Nim(LimitedEpisode):
     """A move is ``left 2`` or ``right 1``. An illegal move loses. +1 on the winner's last move, −1 on the loser's."""
 
     difficulties = (1, 2, 3)
@@ -35,7 +35,7 @@ class Nim(SavedEpisode):
         "cold_steps": 120, "cold_batch": 24,
     }  # fmt: skip
     agents: ClassVar[tuple[str, ...]] = PLAYERS
-    saved: ClassVar[Mapping[str, Any]] = {"heaps": list, "moves": int, "winner": int}
+    deterministic = True
 
     def begin(self, seed: int) -> Sequence[Message]:
         low, high = HEAPS[self.difficulty]

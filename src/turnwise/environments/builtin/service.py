@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from turnwise.core.protocols import Action, Step, ToolCall
 from turnwise.core.records import Message
 from turnwise.environments import base
-from turnwise.environments.base import SavedEpisode
+from turnwise.environments.base import LimitedEpisode
 
 RULES = (
     "you serve customers. ask for the order number, look the order up, act, then say done or sorry. "
@@ -97,7 +97,7 @@ def perform(wish: str, order: dict[str, Any], city: str = "") -> None:
         order["state"] = {"cancel": "cancelled", "refund": "refunded"}[wish]
 
 
-class CustomerService(SavedEpisode):
+class CustomerService(LimitedEpisode):
     """One conversation."""
 
     difficulties = (1, 2, 3)
@@ -108,10 +108,7 @@ class CustomerService(SavedEpisode):
     suggests: ClassVar[Mapping[str, Any]] = {
         "difficulty": (1, 2), "context": 320, "max_tokens": 14, "copying": True, "cold_steps": 150, "cold_batch": 24,
     }  # fmt: skip
-    saved: ClassVar[Mapping[str, Any]] = {
-        "request": int, "number_said": bool, "looked": bool,
-        "database": lambda orders: {int(number): dict(order) for number, order in orders.items()},
-    }  # fmt: skip
+    deterministic = True
     request: int  # number of the present one
     number_said: bool  # by the customer, of the present order
 

@@ -26,13 +26,13 @@ from statistics import median
 from threading import Thread
 from typing import Any
 
-from turnwise.core.protocols import Action, Step
+from turnwise.core.protocols import Action
 from turnwise.core.text import clean
 from turnwise.environments import load, settings
 from turnwise.environments.base import SPLITS, text_action
 from turnwise.environments.calls import UNSAFE_EXCEPTIONS, CallTimeout, call_environment
 from turnwise.environments.checker.fuzz import malformed_actions
-from turnwise.environments.contract import COUNTS, read_messages, read_state_key, read_step, tool_fault
+from turnwise.environments.contract import COUNTS, comparable, read_messages, read_state_key, read_step, tool_fault
 from turnwise.errors import EnvironmentFault
 
 DEFAULT_MAX_TURNS = 64  # of a class without max_turns
@@ -493,12 +493,6 @@ class EnvironmentCheck:
         fault = tool_fault(getattr(self.new(EpisodeSpec(0, self.difficulties[0])), "tools", ()))
         if fault:
             self.problems.add(fault)
-
-
-def comparable(messages: Any, step: Step | None = None) -> str:
-    """Messages and the outcome of a step as one line."""
-    text = json.dumps([dict(message) for message in messages], sort_keys=True, default=repr)
-    return text if step is None else f"{text} {float(step.reward)!r} {bool(step.terminated)} {bool(step.truncated)}"
 
 
 def is_flag(value: Any) -> bool:

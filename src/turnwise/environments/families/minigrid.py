@@ -30,6 +30,7 @@ class MiniGridEnvironment(GymnasiumEnvironment):
     """One episode of one world. ``environment`` makes a subclass for each id."""
 
     max_turns = 64
+    deterministic = True
     suggests: ClassVar[Mapping[str, Any]] = {
         "history": 1, "context": 192, "max_tokens": 6, "hidden": 128, "copying": True, "cold_steps": 200, "cold_batch": 24,
     }  # fmt: skip

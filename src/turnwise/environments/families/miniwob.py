@@ -107,6 +107,7 @@ def shared_browser(program: str) -> Browser:
 class MiniwobEnvironment(LimitedEpisode):
     """One page. ``environment`` makes a subclass for each task."""
 
+    deterministic = False  # a page may ask a server; MiniWoB's own do not: miniwob:TASK,deterministic=true
     suggests: ClassVar[Mapping[str, Any]] = {"context": 512, "max_tokens": 16, "history": 1}
     page_file: ClassVar[Path]
     browser: ClassVar[Browser]

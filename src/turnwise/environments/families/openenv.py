@@ -33,6 +33,7 @@ TURNS, SECONDS = 16, 30.0
 class OpenEnvEnvironment(LimitedEpisode):
     """One session of a server. ``environment`` makes a subclass for each address."""
 
+    deterministic = False  # the server may act on the world
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}
     url: ClassVar[str]
     action_schema: ClassVar[Mapping[str, Any]]

@@ -48,6 +48,7 @@ class ScienceWorldEnvironment(LimitedEpisode):
     """One variation of one task. ``environment`` makes a subclass for each task."""
 
     max_turns = TURNS
+    deterministic = True
     oracle_share = 0.8  # demonstrations are the gold path with an aside in one of five turns
     suggests: ClassVar[Mapping[str, Any]] = {"context": 2048, "max_tokens": 24, "history": 4}
     task: ClassVar[str]

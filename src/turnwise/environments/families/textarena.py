@@ -32,6 +32,7 @@ class TextArenaEnvironment(SeatedGame):
     """One match. ``environment`` makes a subclass for each id."""
 
     max_turns = TURNS
+    deterministic = True
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 24}
     make: ClassVar[Any]  # returns a new match of the package
     player: int  # whose turn it is

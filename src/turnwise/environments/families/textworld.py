@@ -36,6 +36,7 @@ class TextWorldEnvironment(LimitedEpisode):
     """One game. ``environment`` makes a subclass for each file or generator."""
 
     max_turns = TURNS
+    deterministic = True
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 16, "history": 3}
     files: ClassVar[Mapping[str, Sequence[Callable[[], Path]]]]  # by split
     game: Any = None

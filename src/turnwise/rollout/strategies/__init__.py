@@ -320,7 +320,7 @@ class Branch(Strategy):
     where: str = choice(*FORK_RULES)
     looks: int = 4  # tokens at the start of a turn whose log-probability counts
 
-    requirements = frozenset({"forks"})
+    requirements = frozenset({"forks", "later turns"})
 
     async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
         trunk_sessions, fork_sessions = sessions[: self.trunks], sessions[self.trunks :]

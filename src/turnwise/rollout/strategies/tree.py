@@ -105,6 +105,7 @@ class AfterToolResults(TreeStrategy):
     chance: float = number(0.5, least=0, most=1)
     weight: float = 0.2
     looks: int = number(20, least=1)
+    requirements = frozenset({"forks", "later turns"})
     vocabulary: int = 0  # entropies are divided by its logarithm; 0: not divided
 
     async def extend(self, tree: TreeGrowth) -> None:
@@ -253,6 +254,7 @@ class Vines(TreeStrategy):
 
     trunks: int = number(1, least=1)
     states: int = number(2, least=0)
+    requirements = frozenset({"forks", "later turns"})
     vines: int = number(8, least=1)
 
     @property
