@@ -12,7 +12,7 @@ from turnwise.core.records import Fork, Task, Trajectory, Turn
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.tree import BottleneckTree, GrownEpisode, Node, score, turn_tree
+from turnwise.rollout.strategies.tree import BottleneckTree, GrownEpisode, Node, score, step_tree
 
 TASK = Task("t", 1)
 
@@ -45,7 +45,7 @@ def test_the_tree_of_forks_of_forks():
         episode(2, 1, 1.0, -2.0, Fork("g.1", 1)),
         episode(3, 1, 0.0),
     ]
-    root = turn_tree(episodes)
+    root = step_tree(episodes)
     assert root.value == 0.5 and len(root.children) == 2 and len(root.rewards) == 4
     first = root.children[0]
     (second,) = first.children

@@ -115,6 +115,7 @@ class Batch:
     answers: tuple[tuple[int, ...], ...] = ()  # TRAJECTORY: the gold answer's ids, empty where there is none
     trajectory_ids: tuple[str, ...] = ()  # TRAJECTORY
     task_keys: tuple[str, ...] = ()  # GROUP
+    state_keys: tuple[str, ...] = ()  # what the numbers in ``state`` stand for
     fork_token: Field | None = None  # TRAJECTORY: after how many sampled tokens of that turn; None: before all of them
 
     def __len__(self) -> int:
@@ -164,6 +165,7 @@ class Batch:
             facts={name: cut(f) for name, f in self.facts.items()},
             columns={name: cut(f) for name, f in self.columns.items()},
             trajectory_ids=tuple(self.trajectory_ids[i] for i in numbers) if self.trajectory_ids else (),
+            state_keys=self.state_keys,
             answers=tuple(self.answers[i] for i in numbers) if self.answers else (),
             task_keys=tuple(self.task_keys[i] for i in rows[GROUP].tolist()) if self.task_keys else (),
             **fields,
@@ -357,6 +359,7 @@ class _Packer:
             facts=_facts(tree, TRAJECTORY, self.members) | _facts(tree, TURN, turns),
             trajectory_ids=tuple(t.id for t in self.members),
             task_keys=tuple(self.tasks),
+            state_keys=tuple(self.states),
         )
 
     def _state(self, key: str | None) -> int:

@@ -79,13 +79,13 @@ def as_expert(played: Trajectory, **more: Any) -> Trajectory:
 
 
 async def scripted_messages(
-    policy: str, environment: Any, seed: int, turns: int, seconds: float = 30.0
+    policy: str | ScriptedPolicy, environment: Any, seed: int, turns: int, seconds: float = 30.0
 ) -> list[Message]:
-    """The messages of one scripted episode, for use before a tokenizer exists. The environment is called as in an episode,
-    so that several of them wait at the same time."""
+    """The messages of one episode of a scripted policy, given by name or as a function, for use before a tokenizer exists. The
+    environment is called as in an episode, so that several of them wait at the same time."""
     inline = bool(getattr(type(environment), "inline", False))
     call = partial(call_environment, seconds=seconds, inline=inline)
-    act = scripted_policy(policy, environment, seed)
+    act = scripted_policy(policy, environment, seed) if isinstance(policy, str) else policy
     messages = read_messages(await call(environment.reset, seed), "reset")
     for _ in range(turns):
         action = await next_action(act)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -40,7 +39,7 @@ from turnwise.engines.sharded.torchrun import check_torchrun, ranks_here, torchr
 from turnwise.environments import prompts
 from turnwise.environments.base import overrides
 from turnwise.environments.calls import call_environment
-from turnwise.environments.contract import comparable, read_messages, read_step, turn_limit
+from turnwise.environments.contract import read_messages, read_step, turn_limit
 from turnwise.errors import EnvironmentFault, GrammarError, SettingError, nearest
 from turnwise.maths.statistics import wilson
 from turnwise.models.facts import read_model_facts
@@ -51,7 +50,7 @@ from turnwise.recipes import signatures
 from turnwise.rewards.conventions import describe_fault
 from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.parsers.table import check_name
-from turnwise.rollout.scripted import SCRIPTED_POLICIES, next_action, scripted_policy
+from turnwise.rollout.scripted import SCRIPTED_POLICIES, scripted_messages
 from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independent
 from turnwise.rollout.typed_output import run_grammar
 from turnwise.store.rundir import check_run_name
@@ -146,45 +145,25 @@ def _replays(plan: RunPlan) -> Iterator[str]:
     told = getattr(cls, "deterministic", None) is not None or (overrides(cls, "snapshot") and overrides(cls, "restore"))
     if told or s.offline or s.cluster or "forks" not in required_by(plan.recipe):
         return
+
+    async def replies(task: Task) -> list[Any]:
+        policy = "random" if overrides(cls, "random_action") else dummy_action
+        play = partial(scripted_messages, policy, turns=TRIED_TURNS, seconds=spec.limits.environment_seconds)
+        return [await play(spec.make(task), task.seed) for _ in range(2)]
+
     for task in spec.first_tasks("train", TRIED_TASKS):
-        with ThreadPoolExecutor(1) as thread:
-            first, second = thread.submit(lambda: asyncio.run(_twice(spec, task))).result()  # noqa: B023
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                both = thread.submit(lambda: asyncio.run(replies(task))).result()  # noqa: B023
+        except Exception:  # an episode that fails is told of elsewhere
+            continue
+        first, second = next((pair for pair in zip(*both) if pair[0] != pair[1]), ("", ""))
         if first != second:
             yield (
-                f"{s.env} replies otherwise when the same actions are played again ({first:.80}, then {second:.80}), so its "
-                f"episodes cannot be forked, which {s.title} needs; let its replies depend on the seed and the actions alone, or "
+                f"{s.env} replies otherwise when the same actions are played again ({str(first)[:80]}, then {str(second)[:80]}), "
+                f"so its episodes cannot be forked, which {s.title} needs; let its replies depend on seed and actions alone, or "
                 "give it a snapshot() and restore()"
             )
-
-
-async def _twice(spec: EnvSpec, task: Task) -> tuple[str, str]:
-    """The first replies that differ between two episodes of the same actions; the last ones where none do."""
-    lines = []
-    for _ in range(2):
-        environment, replies = spec.make(task), list[str]()
-        call = partial(call_environment, seconds=spec.limits.environment_seconds, inline=False)
-        try:
-            replies.append(comparable(read_messages(await call(environment.reset, task.seed), "reset")))
-            act = (
-                scripted_policy("random", environment, 0)
-                if overrides(spec.env_class, "random_action")
-                else dummy_action
-            )
-            for _ in range(TRIED_TURNS):
-                step = read_step(await call(environment.step, await next_action(act)))
-                replies.append(comparable([*(step.context or ()), *step.messages], step))
-                if step.terminated or step.truncated:
-                    break
-        except Exception as fault:  # an episode that fails is told of elsewhere; here it must fail alike
-            replies.append(describe_fault(fault))
-        finally:
-            if callable(close := getattr(environment, "close", None)):
-                with contextlib.suppress(Exception):
-                    await call(close)
-        lines.append(replies)
-    pairs = list(itertools.zip_longest(*lines, fillvalue=""))
-    first, second = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
-    return first, second
 
 
 def dummy_action() -> Action:

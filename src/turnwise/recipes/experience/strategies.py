@@ -102,17 +102,18 @@ def echo(
     return ConfidenceTree(trunks, rule, PruneRule() if prune else None)
 
 
-def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0) -> Strategy:
-    """IB-TPO: the tree grows, round after round, at the turns whose outcomes told most for how likely they were.
+def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0, segment: int = 16) -> Strategy:
+    """IB-TPO: the tree grows, round after round, at the steps whose outcomes told most for how likely they were.
 
     J = (1 + β)/n Σ over children of (p(child)/p − (1 + 1/β))·π(child), p the success rate below a node
 
     Paper: Information Bottleneck Driven Tree-based Policy Optimization, arXiv 2605.28109.
     Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5.
-    Deviation: a step is a turn, not a paragraph; π(child) is the mean by token; where p is 0, p(child)/p is 0. The local
-    advantage of the paper is left out: combine it with a credit for trees, such as that of spo_tree (λ = 0).
+    Deviation: a step is a turn, or segment tokens of one, not a paragraph; π(child) is the mean by token; where p is 0,
+    p(child)/p is 0. The local advantage of the paper is left out: combine it with a credit for trees, such as that of
+    spo_tree (λ = 0).
     Sure of: the score (notes on the paper), the guards (ours)."""
-    return BottleneckTree(trunks, best, each, beta)
+    return BottleneckTree(trunks, best, each, beta, segment)
 
 
 def r3l(tier: int = 1, diagnosis: str = "verifier") -> Strategy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import field, replace
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
@@ -108,16 +109,41 @@ def turns_with_same_keys(batch: Batch, *keys: Field) -> Partition:
     return Partition.by(batch.tree, TURN, batch.group, *keys, unique)
 
 
+def similar_states(batch: Batch, likeness: float) -> Field:
+    """States with similar texts of one task as one, in the order of the batch: a state joins the first whose text it resembles by
+    at least ``likeness`` (twice the matching characters over all of both). At TURN."""
+    if likeness >= 1 or not batch.state_keys:
+        return batch.state
+    seen, first = dict[int, list[int]](), dict[tuple[int, int], int]()  # by task; by task and state
+    for group, state in zip(batch.group.at(TURN).x.tolist(), batch.state.x.tolist()):
+        if state == UNKNOWN or (group, state) in first:
+            continue
+        for other in seen.setdefault(group, []):
+            matcher = SequenceMatcher(None, batch.state_keys[state], batch.state_keys[other])
+            # two quick upper bounds first
+            if all(r() >= likeness for r in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)):
+                first[group, state] = other
+                break
+        else:
+            seen[group].append(state)
+            first[group, state] = state
+    keys = zip(batch.group.at(TURN).x.tolist(), batch.state.x.tolist())
+    return Field(batch.tree, TURN, batch.state.x.new_tensor([first.get(key, UNKNOWN) for key in keys]))
+
+
 class SameRecentStates(Peers):
-    """Turns of one task with the same last ``states`` states, the present one included: sₖ₋ₙ₊₁ … sₖ.
+    """Turns of one task with the same last ``states`` states, the present one included: sₖ₋ₙ₊₁ … sₖ. Below 1, ``likeness`` is how
+    similar two texts must be to be one state.
 
     A turn with a shorter history, or an unknown state in it, has no peers."""
 
     requires = frozenset({"state"})
     states: int = number(1, above=0, why="1 for the present one alone")
+    likeness: float = number(1.0, above=0, most=1)
 
     def __call__(self, batch: Batch) -> Partition:
-        return turns_with_same_keys(batch, *(shift_turns(batch.state, -k, UNKNOWN) for k in range(self.states)))
+        state = similar_states(batch, self.likeness)
+        return turns_with_same_keys(batch, *(shift_turns(state, -k, UNKNOWN) for k in range(self.states)))
 
 
 def gigpo(
@@ -127,6 +153,7 @@ def gigpo(
     rows: RowUnit = "turn",
     clip: float = 0.2,
     beta: float = 0.01,
+    likeness: float = 1.0,
 ) -> Recipe:
     """GiGPO: episode advantage plus a step advantage among turns of the task that start in the same state.
 
@@ -135,9 +162,9 @@ def gigpo(
     Paper: Group-in-Group Policy Optimization for LLM Agent Training, arXiv 2505.10978.
     Settings: omega 1, gamma 0.95, G 8, 16 tasks, k3 KL 0.01. scale=True divides by the std; rows=turn counts an
     episode's return once per turn (the released code), rows=trajectory once.
-    Deviation: states are equal or not (no clusters of similar texts); a penalty on invalid actions is the
-    environment's; a single episode gets 0."""
-    peers = SameRecentStates()
+    likeness=0.95 takes similar observations for one state, as its option for similarity does.
+    Deviation: a penalty on invalid actions is the environment's; a single episode gets 0."""
+    peers = SameRecentStates(1, likeness)
     credit = Standardise(Outcome(), SameTask(rows), scale) + omega * Standardise(ReturnToGo(gamma), peers, scale)
     return replace(grpo(clip, beta), advantage=credit, aggregate=Mean(TOKEN))
 

@@ -7,6 +7,7 @@ trajectories and entropies; no engine, no environment, no loss.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -285,15 +286,15 @@ class Vines(TreeStrategy):
         return [trunk.points[turn] for turn in at]
 
 
-# ------------------------------------------------- where a turn told most about the outcome
+# ------------------------------------------------- where a step told most about the outcome
 
 
 @dataclass
 class Node:
-    """The state before a turn, or after the last one. ``point`` None: the prompt."""
+    """The state before a step, or after the last one. ``point`` None: the prompt."""
 
     point: ForkPoint | None = None
-    likelihood: float = 1.0  # of the turn that leads to it: exp of the mean log p of its tokens
+    likelihood: float = 1.0  # of the step that leads to it: exp of the mean log p of its tokens
     children: list[Node] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of all trajectories that pass through it
 
@@ -314,34 +315,43 @@ def score(node: Node, beta: float) -> float:
     return (1 + beta) * sum(terms) / len(terms)
 
 
-def turn_tree(episodes: Sequence[GrownEpisode]) -> Node:
-    """The tree of these trajectories by turns; parents come before their forks."""
+def step_tree(episodes: Sequence[GrownEpisode], segment: int = 0) -> Node:
+    """The tree of these trajectories by steps: turns, cut after every ``segment`` tokens (0: not cut). Parents come before their
+    forks."""
     root = Node()
-    # of each trajectory: all of its nodes, and where its own turns begin
-    lines, begins = dict[str, list[Node]](), dict[str, int]()
+    # of each trajectory: all of its nodes, and the number of the one at each of its own turns and tokens
+    lines, places = dict[str, list[Node]](), dict[str, dict[tuple[int, int], int]]()
     for episode in episodes:
-        t = episode.trajectory
-        begin = 0 if t.fork is None else begins[t.fork.parent] + t.fork.turn
-        line = [root] if t.fork is None else lines[t.fork.parent][: begin + 1]
+        t, place = episode.trajectory, dict[tuple[int, int], int]()
+        line = [root]
+        if t.fork is not None:
+            line = lines[t.fork.parent][: places[t.fork.parent][t.fork.turn, t.fork.token] + 1]
         for k, turn in enumerate(t.turns):
-            mean = sum(turn.logp) / len(turn.logp) if turn.logp else 0.0
-            following = episode.points[k + 1] if k + 1 < len(t.turns) else None
-            line[-1].children.append(Node(following, math.exp(mean)))
-            line.append(line[-1].children[-1])
+            cuts = [*range(0, max(1, len(turn.tokens)), segment or max(1, len(turn.tokens))), len(turn.tokens)]
+            for begin, end in itertools.pairwise(cuts):
+                place[k, begin] = len(line) - 1
+                logp = turn.logp[begin:end]
+                following = inside_turn(episode.points[k], turn.tokens, end) if end < len(turn.tokens) else None
+                if following is None and k + 1 < len(t.turns):
+                    following = episode.points[k + 1]
+                line[-1].children.append(Node(following, math.exp(sum(logp) / len(logp) if logp else 0.0)))
+                line.append(line[-1].children[-1])
         for node in line:
             node.rewards.append(t.reward)
-        lines[t.id], begins[t.id] = line, begin
+        lines[t.id], places[t.id] = line, place
     return root
 
 
 class BottleneckTree(TreeStrategy):
     """``trunks`` trajectories from the prompt; then, round after round, ``each`` new continuations of the ``best`` nodes by their
-    score, until the group is full. A node is the state before a turn; ties go to the earlier one."""
+    score, until the group is full. A node is the state before a step: a turn, or ``segment`` tokens of one (0: turns alone); ties
+    go to the earlier one."""
 
     trunks: int = number(4, least=1)
     best: int = number(1, least=1)
     each: int = number(1, least=1)
     beta: float = number(5.0, above=0)
+    segment: int = number(16, least=0)
 
     reads_rewards = True
 
@@ -349,7 +359,7 @@ class BottleneckTree(TreeStrategy):
         await tree.play([None] * self.trunks)
         while tree.free:
             played = [g for g in tree.grown if g.trajectory.status != Status.FAILED and g.trajectory.turns]
-            nodes = [node for node in turn_tree(played).walk() if node.children]
+            nodes = [node for node in step_tree(played, self.segment).walk() if node.children]
             ranked = sorted(range(len(nodes)), key=lambda n: (-score(nodes[n], self.beta), n))[: self.best]
             await tree.play([nodes[n].point for n in ranked for _ in range(self.each)] or [None])
 
