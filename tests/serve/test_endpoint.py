@@ -110,7 +110,8 @@ def test_a_stock_anthropic_client_is_recorded_like_the_turn_loop(stream):
             {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in functions
         ]
         async with http(sessions, library) as transport:
-            client = anthropic.AsyncAnthropic(base_url="http://test", api_key=session.key, http_client=transport)
+            base = ("http://test", "http://test/v1")[seed % 2]  # it adds /v1 also to the address of the other clients
+            client = anthropic.AsyncAnthropic(base_url=base, api_key=session.key, http_client=transport)
             messages = list(world.messages)
             while not world.done:
                 asked = {"model": "policy", "max_tokens": 200, "messages": messages, "tools": tools}

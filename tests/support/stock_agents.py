@@ -99,7 +99,7 @@ async def openai_responses(task, client):
 async def anthropic_messages(task, client):
     from anthropic import AsyncAnthropic
 
-    stock = AsyncAnthropic(base_url=client.base_url.removesuffix("/v1"), api_key=client.api_key)
+    stock = AsyncAnthropic(base_url=client.base_url, api_key=client.api_key)
     messages, used, texts = [{"role": "user", "content": task.prompt}], 0, []
     tools = [{"name": "double", "description": "Twice a number.", "input_schema": PARAMETERS}]
     for _ in range(CALLS):

@@ -144,8 +144,12 @@ def make_app(sessions: Sessions, max_waiting: int = 4096) -> Starlette:
             ("/v1/chat/completions", api.calls(CHAT), "POST"),
             ("/v1/responses", api.calls(RESPONSES), "POST"),
             ("/v1/responses/input_tokens", api.counting(RESPONSES, "response.input_tokens"), "POST"),
-            ("/v1/messages", api.calls(MESSAGES), "POST"),
-            ("/v1/messages/count_tokens", api.counting(MESSAGES, "message_tokens"), "POST"),
+            # a client of Anthropic adds /v1 itself, also to the base_url of the others, which ends in it
+            *((f"{twice}/v1/messages", api.calls(MESSAGES), "POST") for twice in ("", "/v1")),
+            *(
+                (f"{twice}/v1/messages/count_tokens", api.counting(MESSAGES, "message_tokens"), "POST")
+                for twice in ("", "/v1")
+            ),
             ("/v1/models", api.models, "GET"),
             ("/v1/models/{name}", api.models, "GET"),
             ("/step", api.step, "POST"),
