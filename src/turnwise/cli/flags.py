@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 FEW_FLAGS = 12  # that many are listed in a message
 NO_FLAGS = {"method", "method_options", "credit_options"}  # settings that are given in another way
 COMMON = {  # what --help shows; --help all shows every setting, by section
-    "what to train": ("env", "model", "data", "reward"),
+    "what to train": ("env", "agent", "model", "data", "reward"),
     "how much": ("steps", "groups", "group_size", "max_tokens", "context"),
     "learning": ("lr", "lora_rank"),
-    "measuring and output": ("eval_tasks", "seed", "device", "name"),
+    "measuring and output": ("eval_tasks", "seed", "device"),
 }
 CONFIG_HELP = "YAML or TOML file of settings; flags win over it; paths in it are relative to the current folder"
 DEFAULT_METHOD = str(default_of(next(f for f in fields(Settings) if f.name == "method")))
