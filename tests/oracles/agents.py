@@ -469,43 +469,47 @@ def epo(
     low: float = 0.0,
     high: float = 2.0,
     clip: float = 0.2,
+    beta: float = 0.01,
     history: dict[int, float] | None = None,
     weight: float = 2.0,
 ) -> Result:
-    """GRPO without KL, an entropy bonus, and a hinge on entropy that leaves the band around its history.
+    """GRPO over turn rows with a k3 KL, an entropy bonus, and a hinge on entropy that leaves the band around its history; as the
+    released script, a row is a turn that carries the episode's return, and every token has equal weight.
 
     `history` has the mean past entropy by turn index; a turn index it lacks has no band. extra: `penalty` = P_t per
     token, `entropy` = L_H and `smooth` = L_smooth (floats).
     """
     past = {} if history is None else history
-    per_trajectory = outcome(batch)
-    n = rows(batch)
+    share = 1.0 / max(1, sum(len(sampled(trajectory)) for trajectory in trajectories(batch)))
+    advantages: list[float] = []
     penalties = []
-    policy = constant(0.0)
-    bonus = constant(0.0)
-    smooth = constant(0.0)
-    for trajectory, advantage in zip(trajectories(batch), per_trajectory):
-        share = 1.0 / max(1, len(sampled(trajectory))) / max(1, n)
-        for index, turn in enumerate(trajectory.turns):
-            for token in turn.tokens:
-                policy = policy + share * ppo_clip(torch.exp(log_ratio(token)), advantage, clip, clip)
-                # Card: "L_H = mean over trajectories, turns, tokens of H_t"; averaged as the gain is
-                bonus = bonus + share * token.entropy
-                penalty = constant(0.0)
-                if index in past:
-                    # Card: "Band [kappa_l Hbar, kappa_r Hbar]"
-                    # Card: "P_t = [kappa_l Hbar - H_t]_+ + [H_t - kappa_r Hbar]_+"
-                    if low * past[index] - token.entropy.item() > 0:
-                        penalty = penalty + (low * past[index] - token.entropy)
-                    if token.entropy.item() - high * past[index] > 0:
-                        penalty = penalty + (token.entropy - high * past[index])
-                penalties.append(penalty.item())
-                # Card: "L_smooth = alpha mean P_t (has a gradient through H_t)"
-                smooth = smooth + share * alpha * penalty
+    policy, bonus, smooth, divergence = (constant(0.0) for _ in range(4))
+    for group in batch:
+        votes = [total(one) for one in group for _ in one.turns]
+        for trajectory in group:
+            advantage = (total(trajectory) - mean(votes)) / (std(votes) + 1e-6) if len(votes) > 1 else 0.0
+            for index, turn in enumerate(trajectory.turns):
+                for token in turn.tokens:
+                    advantages.append(advantage)
+                    policy = policy + share * ppo_clip(torch.exp(log_ratio(token)), advantage, clip, clip)
+                    x = bounded(token.logp - token.reference, -BOUND, BOUND)
+                    divergence = divergence + share * smaller(torch.exp(-x) + x - 1, constant(10.0))
+                    bonus = bonus + share * token.entropy
+                    penalty = constant(0.0)
+                    if index in past:
+                        # Card: "Band [kappa_l Hbar, kappa_r Hbar]"
+                        # Card: "P_t = [kappa_l Hbar - H_t]_+ + [H_t - kappa_r Hbar]_+"
+                        if low * past[index] - token.entropy.item() > 0:
+                            penalty = penalty + (low * past[index] - token.entropy)
+                        if token.entropy.item() - high * past[index] > 0:
+                            penalty = penalty + (token.entropy - high * past[index])
+                    penalties.append(penalty.item())
+                    # Card: "L_smooth = alpha mean P_t (has a gradient through H_t)"
+                    smooth = smooth + share * alpha * penalty
     # Card: "L = L_policy - lambda [ L_H - beta_k L_smooth ]"
-    loss = policy - lam * (bonus - weight * smooth)
+    loss = policy + beta * divergence - lam * (bonus - weight * smooth)
     extra = {"penalty": penalties, "entropy": bonus.item(), "smooth": smooth.item()}
-    return Result(spread(batch, per_trajectory), loss, extra)
+    return Result(advantages, loss, extra)
 
 
 def epo_weight(k: float, k_mid: float, gamma: float = 1.0) -> float:

@@ -259,11 +259,11 @@ def quantile(numbers: list[float], level: float) -> float:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def mixed_risk(score: float, q_a: float, q_b: float, a: float, b: float, omega: float, baseline: bool) -> float:
+def mixed_risk(score: float, q_a: float, q_b: float, a: float, b: float, omega: float, baseline: bool, eps: float) -> float:
     # Card: "g_RVaR = [(S-q_a)^+ - (S-q_b)^+ + (q_a-q_b if natural baseline else 0)]/(b-a)"
-    rvar = (max(score - q_a, 0.0) - max(score - q_b, 0.0) + (q_a - q_b if baseline else 0.0)) / (b - a)
+    rvar = (max(score - q_a, 0.0) - max(score - q_b, 0.0) + (q_a - q_b if baseline else 0.0)) / (b - a + eps)
     # Card: "g_CVaR = -(q_a-S)^+/a"
-    cvar = -max(q_a - score, 0.0) / a
+    cvar = -max(q_a - score, 0.0) / (a + eps)  # both denominators have the code's epsilon
     # Card: "(omega g_CVaR + g_RVaR)/(omega+1)"
     return (omega * cvar + rvar) / (omega + 1)
 
@@ -322,7 +322,7 @@ def risk_po(
                 judged = 0.0
             else:
                 # Card: "then divided by (std of sheet scores in the bundle + eps)"
-                judged = mixed_risk(score, q_a, q_b, a, b, omega, baseline) / (std(sheet_scores) + eps)
+                judged = mixed_risk(score, q_a, q_b, a, b, omega, baseline, eps) / (std(sheet_scores) + eps)
             gaps = [total(batch[q][s]) - mean(totals(batch[q])) for q, s in sheet]
             for (q, s), gap in zip(sheet, gaps):
                 if credit == "uniform":

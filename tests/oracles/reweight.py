@@ -638,8 +638,9 @@ def echo(
     most: float = 0.2,
     steep: float = 4.0,
     tail: int = 16,
+    beta: float = 1e-3,
 ) -> Result:
-    """Advantages shaped by entropy and doubt; a clip by the confidence of a trajectory's end; trajectory mean."""
+    """Advantages shaped by entropy and doubt; a clip by the confidence of a trajectory's end; k3 to the reference; token mean."""
     every = list(tokens(batch))
     if not every:
         return Result([], constant(0.0))
@@ -665,7 +666,6 @@ def echo(
     plain = spread(batch, zscores(batch))
     advantages = [a * (1 + boost * s) + bonus * (s - m) for a, s, m in zip(plain, shape, means)]
     loss, at = constant(0.0), 0
-    rows = sum(1 for one in trajectories(batch) if sampled(one))
     for one in trajectories(batch):
         own = sampled(one)
         if not own:
@@ -675,7 +675,10 @@ def echo(
         eps = least + (most - least) / (1 + math.exp(-steep * (1 - end)))
         for token, advantage in zip(own, advantages[at:]):
             ratio = torch.exp(log_ratio(token))
-            loss = loss + larger(-advantage * ratio, -advantage * bounded(ratio, 1 - eps, 1 + eps)) / len(own) / rows
+            x = bounded(token.reference - token.logp, -20.0, 20.0)
+            kl = smaller(torch.exp(x) - x - 1, constant(10.0))
+            policy = larger(-advantage * ratio, -advantage * bounded(ratio, 1 - eps, 1 + eps))
+            loss = loss + (policy + beta * kl) / len(every)
         at += len(own)
     return Result(advantages, loss)
 

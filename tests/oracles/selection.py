@@ -75,28 +75,40 @@ def d3s(
 
 
 def dart(
-    batch: Batch, share: float = 0.8, cap: float = 1.0, low: float = 0.2, high: float = 0.28, beta: float = 0.1
+    batch: Batch, share: float = 0.8, cap: float = 1.0, low: float = 0.1, high: float = 0.28, beta: float = 0.1
 ) -> Result:
-    credit = zscore(batch)
+    """The released script: a row is a turn, carries the episode's return and votes; one ratio for each turn, whose value is the
+    geometric mean and whose gradient is each token's own; mean over rows of the mean over their tokens."""
     kept: set[int] = set()
     for group in batch:
         # Card: "step entropy = mean token entropy"; "keep the top 80% of steps per task group"
         turns = [turn for one in group for turn in one.turns if turn.tokens]
         turns.sort(key=lambda turn: -math.fsum(t.old_entropy for t in turn.tokens) / len(turn.tokens))
         kept |= {id(t) for turn in turns[: math.ceil(share * len(turns) - 1e-9)] for t in turn.tokens}
-    table = []
-    for one, advantage in zip(trajectories(batch), credit):
-        costs = []
-        for token in sampled(one):
-            if id(token) not in kept:
-                continue
-            # Card: "clipped surrogate on selected steps times w = min(pi_old,train/pi_rollout, C) per token, + KL to reference"
-            weight = min(math.exp(mismatch(token)), cap)
-            policy = weight * clipped(torch.exp(proximal_log_ratio(token)), advantage, low, high)
-            x = bounded(token.reference - token.logp, -20.0, 20.0)
-            costs.append((token, policy + beta * smaller(torch.exp(x) - x - 1, constant(10.0))))
-        table.append((one, costs))
-    return Result(spread(batch, credit), averaged(table))
+    advantages: list[float] = []
+    loss = constant(0.0)
+    used = sum(1 for one in trajectories(batch) for turn in one.turns if turn.tokens and id(turn.tokens[0]) in kept)
+    for group in batch:
+        votes = [total(one) for one in group for _ in one.turns]
+        n = len(votes)
+        mean = math.fsum(votes) / n if n else 0.0
+        std = math.sqrt(math.fsum((v - mean) ** 2 for v in votes) / (n - 1)) if n > 1 else 0.0
+        for one in group:
+            advantage = (total(one) - mean) / (std + 1e-6) if n > 1 else 0.0
+            advantages.extend(advantage for _ in sampled(one))
+            for turn in one.turns:
+                if not turn.tokens or id(turn.tokens[0]) not in kept:
+                    continue
+                level = math.fsum(proximal_log_ratio(token).item() for token in turn.tokens) / len(turn.tokens)
+                for token in turn.tokens:
+                    # log s = sg[level] + log pi - sg[log pi], at most 10
+                    ratio = torch.exp(token.logp - token.logp.item() + level) if level <= 10 else constant(math.exp(10))
+                    weight = min(math.exp(mismatch(token)), cap)
+                    policy = weight * clipped(ratio, advantage, low, high)
+                    x = bounded(token.reference - token.logp, -20.0, 20.0)
+                    cost = policy + beta * smaller(torch.exp(x) - x - 1, constant(10.0))
+                    loss = loss + cost / len(turn.tokens) / used
+    return Result(advantages, loss)
 
 
 def swarm(batch: Batch, clip: float = 0.2) -> Result:
@@ -135,7 +147,8 @@ def sigmoid(x: float) -> float:
 def digirl(
     batch: Batch, gamma: float = 0.5, cost: float = 0.05, share: float = 0.1, value_weight: float = 1.0
 ) -> Result:
-    """House: a step is a turn with tokens, its value the sigmoid of the estimate before its first token; 0 after the last."""
+    """House: a step is a turn with tokens, its value the sigmoid of the estimate before its first token; after the last one the
+    label that the released critic learns there, whether the last reward is positive."""
     members = [one for one in trajectories(batch) if sampled(one)]
     # Card: "score trajectories by R - V_ins(task), keep the top 10 %"
     ranked = sorted(
@@ -151,7 +164,7 @@ def digirl(
             if not turn.tokens:
                 continue
             later = [other for other in one.turns[k + 1 :] if other.tokens]
-            after = sigmoid(later[0].tokens[0].old_value) if later else 0.0
+            after = sigmoid(later[0].tokens[0].old_value) if later else float(one.turns[-1].reward > 0)
             returned = math.fsum(gamma**j * other.reward for j, other in enumerate(one.turns[k:]))
             # Card: "Released form: A = V(o') - V(o) - 0.05 + r + R_MC ... then binarise (A>0 -> 1)"
             good = after - sigmoid(turn.tokens[0].old_value) - cost + turn.reward + returned > 0
@@ -162,7 +175,7 @@ def digirl(
                     loss = loss - token.logp / chosen
             # Card: "cross-entropy to 1[MC return>0]"
             v = turn.tokens[0].value
-            label = float(total(one) > 0)
+            label = float(returned > 0)
             loss = loss + value_weight * (torch.nn.functional.softplus(v) - label * v) / len(steps)
     return Result(advantages, loss)
 

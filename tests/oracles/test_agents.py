@@ -471,15 +471,14 @@ def test_epo_hinge():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_epo_reductions(seed):
-    batch = random_batch(seed)
-    advantages, loss = grpo(batch, beta=0.0)
-    found = epo(batch, lam=0.0, history=HISTORY)  # "lambda=0 -> base"
+    batch = [[Trajectory([Turn(sampled(row), total(row))]) for row in group] for group in random_batch(seed)]
+    advantages, loss = dapo(batch, low=0.2, high=0.2)  # one turn for each trajectory: rows of either kind are the same
+    found = epo(batch, lam=0.0, beta=0.0, history=HISTORY)  # "lambda=0 -> base"
     assert found.advantage == near(advantages) and found.loss.item() == near(loss.item())
     same(batch, found.loss, loss)
-    n = sum(1 for row in trajectories(batch) if sampled(row))
-    share = [-0.5 / len(sampled(row)) / n for row in trajectories(batch) for _ in sampled(row)]
+    share = [-0.5 / len(list(tokens(batch)))] * len(list(tokens(batch)))
     for hyper in ({"alpha": 0.0, "history": HISTORY}, {"history": {}}, {}):  # "alpha=0 -> entropy-bonus"
-        found = epo(batch, lam=0.5, **hyper)
+        found = epo(batch, lam=0.5, beta=0.0, **hyper)
         assert gradients(batch, found.loss, "entropy") == near(share)
         same(batch, found.loss, loss, ["logp"])
 

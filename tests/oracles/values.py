@@ -62,7 +62,9 @@ def vas(
     batch: Batch, value: dict[int, torch.Tensor], old: dict[int, float], gamma: float = 1.0, lam: float = 0.95
 ) -> Result:
     """value[id(token)] = V(x, y_<=t) with gradient, old[...] the same before the batch. Card: "V regressed to TD(λ) returns,
-    MSE; reward only at the end". House: a reward on the way belongs to the token it is paid for; token mean."""
+    MSE; reward only at the end". The released loss has a half, and micro-batches of one row: the mean over rows of the mean
+    over their tokens. House: a reward on the way belongs to the token it is paid for."""
+    rows = sum(1 for one in trajectories(batch) if sampled(one))
     count = sum(len(sampled(one)) for one in trajectories(batch))
     loss = constant(0.0)
     for one in trajectories(batch):
@@ -73,7 +75,7 @@ def vas(
             if t + 1 < len(tokens):
                 target[t] += gamma * ((1 - lam) * old[id(tokens[t + 1])] + lam * target[t + 1])
         for token, goal in zip(tokens, target):
-            loss = loss + (value[id(token)] - goal) ** 2 / count
+            loss = loss + 0.5 * (value[id(token)] - goal) ** 2 / len(tokens) / rows
     return Result([0.0] * count, loss)
 
 

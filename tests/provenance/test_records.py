@@ -22,20 +22,20 @@ from turnwise.recipes.provenance import UNKNOWN, ClipBounds, KLTerm, Optimiser
 
 RECORDED = [name for name in recipes.METHODS if record_of(name)]
 UNRECORDED = {  # methods of each family without a record, whose docstring still says what they are sure of: fewer every time
-    "critic_free": 14,
+    "critic_free": 13,
     "actor_critic": 7,
     "trust_region": 18,
     "sampler_mismatch": 14,
     "off_policy": 11,
-    "entropy": 9,
+    "entropy": 7,
     "tool_agents": 3,
     "turn_credit": 9,
-    "group_credit": 18,
+    "group_credit": 17,
     "segment_credit": 9,
     "reward_shaping": 10,
     "experts_and_replay": 14,
-    "selection": 9,
-    "values": 3,
+    "selection": 6,
+    "values": 2,
     "preferences": 16,
 }
 

@@ -116,7 +116,7 @@ DRAWN: dict[str, Strategies] = {
     "aepo": {"alpha": between(0.1, 3.0), "clip": CLIP},
     "epo": {
         "weight": between(1e-3, 0.5), "alpha": between(0.05, 2.0), "low": between(0.0, 0.9), "high": between(1.1, 2.0),
-        "clip": CLIP,
+        "clip": CLIP, "beta": WEIGHT,
     },
     "dgpo": {"kappa": between(0.2, 3.0), "tau": between(0.1, 2.0), "clip": CLIP},
     "aspo": {**BOUNDS, "delta": between(-5.0, -0.1), "k": between(0.1, 2.0)},
@@ -127,7 +127,7 @@ DRAWN: dict[str, Strategies] = {
     "a2fm": {"clip": CLIP, "alpha": between(0.3, 4.0), "easy": between(0.1, 0.9)},
     "echo": {
         "boost": between(0.0, 0.4), "bonus": WEIGHT, "least": between(0.01, 0.2), "most": between(0.21, 0.7),
-        "steep": between(0.5, 8.0), "tail": st.integers(1, 6),
+        "steep": between(0.5, 8.0), "tail": st.integers(1, 6), "beta": WEIGHT,
     },
     "d3s": {"rows": SHARE, "tokens": SHARE, "by_group": st.booleans(), "clip": CLIP},
     "swarm": {"clip": CLIP},

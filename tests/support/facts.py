@@ -45,7 +45,7 @@ def read(recipe: Recipe) -> dict[str, Any]:
     """Each fact that can be read; None for one that cannot."""
     probes: dict[str, Callable[[Recipe], Any]] = {
         "ratio": ratio, "average": average, "kl": kl, "normaliser": normaliser, "clip": clip, "rows": rows,
-        "optimiser": lambda one: one.control.updates,
+        "optimiser": updates,
     }  # fmt: skip
     found = {}
     for fact, probe in probes.items():
@@ -94,32 +94,45 @@ def credited(recipe: Recipe, batch: Batch, reward: Tensor) -> Tensor:
 
 
 def ratio(recipe: Recipe) -> str | None:
-    """Which tokens' weights change with the log-probability of one token, and by how much its own does."""
-    batch, leaves = probe_batch(recipe, RAGGED)
-    tree, objective, at, step = batch.tree, gain_alone(recipe, 1.0), 7, 1e-6  # a token inside the second trajectory
+    """Which tokens' weights change with the log-probability of one token, and by how much its own does. A weight that is none for
+    good outcomes (A > 0, positive rewards) may be one for bad ones."""
+    found = {ratio_level(recipe, sign) for sign in (1.0, -1.0)}
+    real = found - {"none"}
+    return "none" if not real else real.pop() if len(real) == 1 else None
 
-    def log_weight(move: float) -> Tensor:
+
+def ratio_level(recipe: Recipe, sign: float) -> str | None:
+    batch, leaves = probe_batch(recipe, RAGGED)
+    batch = replace(batch, reward=sign * batch.reward)
+    tree, objective, step = batch.tree, gain_alone(recipe, sign), 1e-6
+
+    def weight(at: int = 0, move: float = 0.0) -> Tensor:
         logp = leaves[Signal.LOGP].clone()
         logp[at] += move
         moved = {**leaves, Signal.LOGP: logp}
         planned = objective.plan(objective.credit(with_policy(batch, moved)))
         view = MicroBatchView(planned, {s: Field(tree, level_of(s), x) for s, x in moved.items()})
         adv = planned["advantage"].to(torch.float64)
-        return objective.gate(objective.ratio(view), adv, view).at(TOKEN).x.abs().log().nan_to_num(neginf=0.0)
+        return objective.gate(objective.ratio(view), adv, view).at(TOKEN).x.abs()
 
-    change = (log_weight(step) - log_weight(0.0)) / step
-    changed = set((change.abs() > 1e-7).nonzero().flatten().tolist())
+    base = weight()
+    inner = (tree.index(TOKEN, TRAJECTORY).x >= 2) & (
+        base > 0
+    )  # not the first ones, after which a prefix is a trajectory
+    at = int(inner.nonzero()[0])
+    log_slope = (weight(at, step) / base).log().nan_to_num(0.0, 0.0, 0.0) / step
+    changed = set((log_slope.abs() > 1e-7).nonzero().flatten().tolist())
     where = {name: tree.ancestor(TOKEN, level) for name, level in LEVELS.items() if level != TOKEN}
     inside = {name: set((x == x[at]).nonzero().flatten().tolist()) for name, x in where.items()}
+    inside["batch"] = set(range(tree.count(TOKEN)))
     if not changed:
         return "none"
     if changed == {at}:
         return "token"
     if changed == {t for t in inside["trajectory"] if t >= at}:
         return "prefix"
-    inside["batch"] = set(range(tree.count(TOKEN)))
     level = next((name for name, tokens in inside.items() if tokens == changed), None)
-    return level and (f"{level} product" if change[at] > 0.99 else level)
+    return level and (f"{level} product" if log_slope[at] > 0.99 else level)
 
 
 def average(recipe: Recipe) -> str | None:
@@ -230,12 +243,29 @@ def clip(recipe: Recipe) -> ClipBounds | str | None:
     return ClipBounds(low=1 - math.exp(low), high=math.exp(high) - 1, dual=None if dual is None else math.exp(dual))
 
 
+def updates(recipe: Recipe) -> int:
+    """Optimiser steps that a batch is used for."""
+    batch, _ = probe_batch(recipe, [[[1]] * 4] * 64)
+    batch = gain_alone(recipe, 1.0).credit(batch)
+
+    def measure(part: Batch, signals: frozenset[Signal]) -> dict[Signal, Field]:
+        return {signal: part[signal] for signal in signals}
+
+    return len(list(recipe.control.optimizer_steps(batch, 0, measure)))
+
+
 def edge(recipe: Recipe, sign: float, way: int) -> float | None:
     """The log-ratio at which the gradient ends on one side; None: nowhere; NaN: it depends on the other tokens."""
+    alive = (
+        slope_at(recipe, sign, torch.zeros(401, dtype=torch.float64)) != 0
+    )  # a mask may close tokens whatever their ratio
+    if not alive.any():
+        raise ValueError("no gradient at any ratio: a mask is closed")
     begin, end = 0.0, way * 3.9
     for _ in range(3):
         grid = torch.linspace(begin, end, 401, dtype=torch.float64)
-        dead = (slope_at(recipe, sign, grid) == 0).nonzero().flatten().tolist()
+        slope = slope_at(recipe, sign, grid)[alive]
+        grid, dead = grid[alive], (slope == 0).nonzero().flatten().tolist()
         if not dead:
             return None if abs(end) > 3 else math.nan
         first = dead[0]

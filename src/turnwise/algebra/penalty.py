@@ -5,6 +5,7 @@ number, or a ``Weight`` that changes during a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from turnwise.algebra.aggregate import Aggregate
@@ -152,13 +153,14 @@ class ResetReference(Penalty):
 
 
 class StepCrossEntropy(Penalty):
-    """Cross-entropy of a step's value to whether its trajectory has a positive return. On the first token of each turn:
-    average it with ``Sum(TURN)``."""
+    """Cross-entropy of a step's value to whether a return (the trajectory's, or that from the step on) is positive. On the first
+    token of each turn: average it with ``Sum(TURN)``."""
 
     reads = frozenset({Signal.VALUE})
+    of: Term = field(default_factory=Outcome)
 
     def plan(self, view: StepView) -> dict[object, Field]:
-        return {self: (Outcome()(view.batch) > 0).to(torch.float64)}
+        return {self: (self.of(view.batch) > 0).to(torch.float64)}
 
     def __call__(self, view: MicroBatchView) -> Field:
         value = view[Signal.VALUE]

@@ -312,6 +312,5 @@ def gpg() -> Recipe:
 
     Paper: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
     Settings: no std, no clip, no KL.
-    Deviation: α counts groups with spread as the paper does; a public trainer counts non-zero rewards.
-    Sure of: the formula (paper text)."""
+    Deviation: α counts groups with spread as the paper does; a public trainer counts non-zero rewards."""
     return Recipe(advantage=ScaleByInformative(Standardise(scale=False)), ratio=OnPolicy(), aggregate=Mean(TOKEN))

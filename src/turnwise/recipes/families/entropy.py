@@ -8,7 +8,7 @@ from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import Clip, Factor, Gate, ScoreFunction, clipped
 from turnwise.algebra.mask import Mask
-from turnwise.algebra.penalty import Penalty, Schedule, WeightedPenalty
+from turnwise.algebra.penalty import KL, Penalty, Schedule, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, Piece, State, StepView
 from turnwise.algebra.ratio import behaviour, moved
 from turnwise.algebra.reward import EnvironmentReward, PaidAtEnd
@@ -22,6 +22,7 @@ from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
 from turnwise.credit.selectors import GateBySelector, Unguided
 from turnwise.maths.lazy_torch import torch
+from turnwise.recipes.families.turn_credit import SameTask
 from turnwise.recipes.recipe import Kind, Recipe
 from turnwise.rollout.strategies import EntropyControl
 from turnwise.rollout.strategies.tree import PRUNED, BranchRule, ConfidenceTree
@@ -374,22 +375,30 @@ class DecayingWeight(Schedule):
 
 
 def epo(
-    weight: float = 1e-3, alpha: float = 0.1, low: float = 0.0, high: float = 2.0, clip: float = 0.2, half: int = 50
+    weight: float = 1e-3,
+    alpha: float = 0.1,
+    low: float = 0.0,
+    high: float = 2.0,
+    clip: float = 0.2,
+    half: int = 50,
+    beta: float = 0.01,
 ) -> Recipe:
     """EPO: entropy bonus, and a penalty for leaving a band around the past entropy at the same turn.
 
-    J = J_clip + λ [ H − βₖ α ([low·H̄ − H]₊ + [H − high·H̄]₊) ],  βₖ = 1 + exp(−k/half)
+    J = token mean of clipped gain − beta k3 + λ [ H − βₖ α ([low·H̄ − H]₊ + [H − high·H̄]₊) ],  βₖ = 1 + exp(−k/half);
+    A = z-score of R among all the task's turns
 
     Paper: EPO: Entropy-regularized Policy Optimization for LLM Agents RL, arXiv 2509.22576.
-    Settings: weight 1e-3, band 0 to 2, alpha 0.05 to 0.1, half = half of the steps.
-    Deviation: the hinge of the latest paper; the code's constant penalty has no gradient.
-    Sure of: the formula (official code and paper text, which differ)."""
+    Settings: weight 1e-3, band 0 to 2, alpha 0.05 to 0.1, half = half of the steps, KL 0.01 in its scripts.
+    Deviation: the hinge of the latest paper; the code's constant penalty has no gradient."""
     return Recipe(
-        advantage=Standardise(),
+        advantage=Standardise(Outcome(), SameTask("turn")),
         gate=Clip(clip, clip),
+        aggregate=Mean(TOKEN),
         penalties=(
             WeightedPenalty(weight, NegativeEntropy()),
             WeightedPenalty(DecayingWeight(weight, half), EntropyBand(low, high, alpha)),
+            WeightedPenalty(beta, KL("k3")),
         ),
     )
 
@@ -480,21 +489,23 @@ def echo(
     trunks: int = 4,
     high: float = 3.5,
     confident: float = 1.2,
+    beta: float = 1e-3,
 ) -> Recipe:
     """ECHO (test-time RL): trees at uncertain tokens, pruned online; credit and clip by confidence. Add --reward majority.
 
     A(1 + boost·S), S = clip(z(H) + z(1 − p), ±2);  clip 1 ± ε, ε = least + (most − least)·σ(steep·(1 − mean p of the tail))
 
     Paper: Entropy-Confidence Hybrid Optimization for Test-Time RL, arXiv 2602.02150.
-    Settings: boost 0.1, no bonus, clip 0.05 to 0.2, steep 4, 32 rollouts, branches at H ≥ 3.5 and C ≤ 1.2.
+    Settings: boost 0.1, no bonus, clip 0.05 to 0.2, steep 4, KL 0.001, 32 rollouts, branches at H ≥ 3.5 and C ≤ 1.2.
     Deviation: p is the probability of the sampled token, its other published choice. C is measured above its minimum ln 5: as
     printed it is at least 1.61, and its thresholds 1.2, 1.0 and 0.4 could never be met. Entropies are those of the whole
     vocabulary. Branches sample their first token and are opened when their parent has ended; only branches are pruned, never
-    trunks, and pruning never pays. Where to branch depends on the model: set high and confident.
-    Sure of: the formulas (official code)."""
+    trunks, and pruning never pays. Where to branch depends on the model: set high and confident."""
     return Recipe(
         advantage=UncertaintyShaped(Standardise(), boost, bonus),
         gate=TailConfidenceClip(least, most, steep, tail),
+        aggregate=Mean(TOKEN),
+        penalties=(WeightedPenalty(beta, KL("k3")),),
         reward=EnvironmentReward() + PaidAtEnd(Fact(PRUNED, missing=0.0)),
         strategy=ConfidenceTree(trunks, BranchRule(high, confident=confident)),
     )

@@ -364,8 +364,8 @@ class TailRisk(Term):
     def risk(self, score: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """g before the division by the std, from the scores and the quantiles q_a, q_b."""
         middle = (score - low).clamp(min=0) - (score - high).clamp(min=0)
-        middle = (middle + (low - high) if self.baseline else middle) / (self.b - self.a)
-        return (middle - self.omega * (low - score).clamp(min=0) / self.a) / (self.omega + 1)
+        middle = (middle + (low - high) if self.baseline else middle) / (self.b - self.a + self.eps)
+        return (middle - self.omega * (low - score).clamp(min=0) / (self.a + self.eps)) / (self.omega + 1)
 
     def _bounds(self, batch: Batch, rollouts: BundledRollouts) -> tuple[Tensor, Tensor]:
         low, high = (rollouts.bundle_quantile(level) for level in (self.a, self.b))
@@ -413,9 +413,9 @@ def risk_po(
 
     Paper: RiskPO: Risk-based Policy Optimization via Verifiable Reward, arXiv 2510.00911.
     Settings: bundles of 5, a 0.2, b 0.8 (0.9 on easy tasks), omega 1.5, eta 0.1, tracked quantiles.
-    Deviation: tasks are bundled at random, not in batch order, so that packing does not change the credit.
-    Sure of: the formula (official code), clip (ours)."""
-    return Recipe(advantage=TailRisk(bundle, a, b, omega, eta, mode, share, baseline, eps), gate=Clip(clip, clip))
+    Deviation: tasks are bundled at random, not in batch order, so that packing does not change the credit."""
+    credit = TailRisk(bundle, a, b, omega, eta, mode, share, baseline, eps)
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
 class ConditionalAdvantage(Term):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from turnwise.algebra.advantage import LeaveOneOut, SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.control import CriticsFirst
-from turnwise.algebra.gate import Clip, TruncatedImportance, ZeroGate
+from turnwise.algebra.gate import Clip, NoGate, TruncatedImportance, ZeroGate
 from turnwise.algebra.mask import AllTokens, Both, Mask
 from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, StepCrossEntropy, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, Piece, StepView
-from turnwise.algebra.ratio import Importance, OnPolicy, moved
+from turnwise.algebra.ratio import Importance, OnPolicy, PerToken, moved
 from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant, Outcome, ReturnToGo, shift_turns, step_values
 from turnwise.core.batch import Batch
@@ -26,6 +26,7 @@ from turnwise.credit.selectors import AllOf, FromOrigin, HasTokens, RatioByOrigi
 from turnwise.data.replay import ExpertItems, PastBatches, RecentBuffer, SharedExperience, SuccessBuffer
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.critic_free import grpo, gspo
+from turnwise.recipes.families.turn_credit import SameTask
 from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.strategies import Branch, OneTurn
 from turnwise.tasks.admission import AfterDraws, Spread
@@ -192,7 +193,7 @@ class HighestEntropyTurns(Mask):
 def dart(
     share: float = 0.8,
     cap: float = 1.0,
-    low: float = 0.2,
+    low: float = 0.1,
     high: float = 0.28,
     beta: float = 0.1,
     easy: float = 0.6,
@@ -200,18 +201,21 @@ def dart(
 ) -> Recipe:
     """DART (GUI agents): trains on turns of high entropy, with truncated ratios and stored successes.
 
-    kept: the share of a group's turns with the highest mean entropy;  ρ = π/π_old clipped, times min(π_old/μ, cap);  β k3
+    kept: the share of a group's turns with the highest mean entropy;
+    J = mean over turns of clipped(s, A) min(π_old/μ, cap) − β k3,  s = exp(mean over the turn of log π/π_old);
+    A = z-score of R among all the task's turns
 
     Paper: Efficient Multi-turn RL for GUI Agents via Decoupled Training and Adaptive Data Curation, arXiv 2509.23866.
-    Settings: share 0.8, cap 1, clip 0.2/0.28, KL 0.1, groups of 8, all rollouts up to a success rate of 0.6, turns limited by
-    the longest success; repeated passes over a pool of 128 tasks.
+    Settings: share 0.8, cap 1, clip 0.1/0.28 (0.2 in the paper), KL 0.1, groups of 8, all rollouts up to a success rate of
+    0.6, turns limited by the longest success; repeated passes over a pool of 128 tasks.
     Deviation: a stored success replaces the first rollout of a group that failed, not its oldest; a failing group without one
-    stays. Old data comes from --staleness; the four services are one process.
-    Sure of: grouping, weights and constants (official code), the choice of turns (summary of the paper)."""
+    stays. Old data comes from --staleness; the four services are one process."""
     return replace(
         grpo(beta=beta),
-        ratio=Importance(proximal=True),
+        advantage=Standardise(Outcome(), SameTask("turn")),
+        ratio=PerToken(Importance(TURN, proximal=True), cap=10.0),
         gate=Clip(low, high) * TruncatedImportance(cap),
+        aggregate=Mean(TURN),
         keep=HighestEntropyTurns(share),
         budget=FallingWithSuccess(8, 8, easy),
         sampler=CyclePool(pool),
@@ -244,7 +248,8 @@ def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int
 
 
 class GoodSteps(Term):
-    """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others."""
+    """1 for each step with V(o′) − V(o) − cost + r + G > 0, G the discounted return from this step on; 0 for the others. No
+    tokens follow the last step: V(o′) there is what a critic learns for it, whether the last reward is positive."""
 
     reads = frozenset({Signal.OLD_VALUE})
     gamma: float = number(0.5, least=0, most=1)
@@ -252,8 +257,11 @@ class GoodSteps(Term):
 
     def __call__(self, batch: Batch) -> Field:
         value = batch[Signal.OLD_VALUE].map(torch.sigmoid)
-        before, after = step_values(batch, value, batch.tree.full(TURN, 0.0, value.x.dtype))
-        paid = batch.reward.sum(TURN) + ReturnToGo(self.gamma)(batch).at(TURN)
+        tree, reward = batch.tree, batch.reward.sum(TURN)
+        last = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+        end = where(last, (reward > 0).to(value.x.dtype), 0.0).sum(TRAJECTORY)
+        before, after = step_values(batch, value, end)
+        paid = reward + ReturnToGo(self.gamma)(batch).at(TURN)
         a = after - before - self.cost + paid.to(before.x.dtype)
         return (a > 0).to(torch.float64)
 
@@ -294,14 +302,14 @@ def digirl(
 
     Paper: DigiRL: Training In-The-Wild Device-Control Agents with Autonomous RL, arXiv 2406.11896.
     Settings: gamma 0.5, cost 0.05, top 10 %, a buffer of 2000 steps (10 training steps here).
-    Deviation: one value head; the value of the task is the step value of its first state; the offline phase is the cold start.
-    Sure of: the released form of the step advantage (official code)."""
+    Deviation: one value head, learning 1[G > 0] of the state before each step; the value of the task is the step value of its
+    first state; the offline phase is the cold start."""
     return Recipe(
         advantage=GoodSteps(gamma, cost),
         ratio=OnPolicy(),
         aggregate=Sum(TURN),
         keep=TopOfBatch(share, OutcomeAboveValue()),
-        penalties=(WeightedPenalty(value_weight, StepCrossEntropy(), Sum(TURN), rows=AllTokens()),),
+        penalties=(WeightedPenalty(value_weight, StepCrossEntropy(ReturnToGo(gamma)), Sum(TURN), rows=AllTokens()),),
         replay=RecentBuffer(oldest, share=1.0, above=-1.0),
     )
 
@@ -325,24 +333,38 @@ class UtteranceCriticError(Penalty):
         return of_q + where(view.batch.replayed, 0.0, of_v)
 
 
-class BestActionOfState(Mask):
-    """Of the turns that a group took in one state, the one with the largest A = max(Q, Q′) − max(V, V′), if A > ``least``.
-    Critics of the moment before the step."""
+def utterance_lead(view: StepView) -> Field:
+    """A = max(Q, Q′) − max(V, V′) of each turn, by the critics of the moment before the step."""
+    q, q_twin, v, v_twin = (view[s].detach() for s in TURN_CRITIC)
+    return q.maximum(q_twin) - v.maximum(v_twin)
 
-    requires = frozenset({"state"})
+
+class LeadAbove(Mask):
+    """Turns whose A = max(Q, Q′) − max(V, V′) is above ``least``."""
+
     reads_before_step = frozenset(TURN_CRITIC)
-    reason = "another action of the state is better, or none is good enough"
+    reason = "no action of the state is good enough"
     least: float = 0.1
 
     def plan(self, view: StepView) -> dict[object, Field]:
+        return {self: utterance_lead(view) > self.least}
+
+
+class BestActionOfState(Mask):
+    """Of the turns that a group took in one state, the one with the largest A = max(Q, Q′) − max(V, V′): one for each state."""
+
+    requires = frozenset({"state"})
+    reads_before_step = frozenset(TURN_CRITIC)
+    reason = "another action of the state is better"
+
+    def plan(self, view: StepView) -> dict[object, Field]:
         batch, tree = view.batch, view.batch.tree
-        q, q_twin, v, v_twin = (view[s].detach() for s in TURN_CRITIC)
-        a = q.maximum(q_twin) - v.maximum(v_twin)
+        a = utterance_lead(view)
         rounded = a.map(lambda x: x.double().round(decimals=DECIMALS))
         has_tokens = (tree.size(TOKEN, TURN) > 0).to(torch.int64)
         peers = Partition.by(tree, TURN, batch.group, batch.state, has_tokens)
         lot = where(rounded >= rounded.max(peers), batch.uniform_draws(TURN).to(torch.float64), -1.0)
-        chosen = (lot >= lot.max(peers)) & (lot >= 0) & (a > self.least) & (has_tokens > 0)
+        chosen = (lot >= lot.max(peers)) & (lot >= 0) & (has_tokens > 0)
         return {self: chosen}
 
 
@@ -357,15 +379,16 @@ def digi_q(
 ) -> Recipe:
     """Digi-Q: twin TD critics of turns; imitates the best of the actions tried in a state, if its advantage is large enough.
 
-    Q → r + γ V̄(s'), V → Q̄(s, a);  A = max Q − max V over the heads;  ∇J = mean of ∇ log π(best action) where A > least
+    Q → r + γ V̄(s'), V → Q̄(s, a);  A = max Q − max V over the heads;
+    ∇J = mean over states of 1[A > least] ∇ log π(best action)
 
     Paper: Digi-Q: Learning Q-Value Functions for Training Device-Control Agents, arXiv 2502.15760.
     Settings: gamma 0.9, least 0.1 or 0.05, 4 to 16 actions of each state.
     Deviation: the actions of a state are the forks of a tree and what the group took there; heads read the policy's detached
-    states, not those of a frozen model fine-tuned to foresee changes. Replayed turns have their one logged action.
-    Sure of: losses and extraction (official code)."""
+    states, not those of a frozen model fine-tuned to foresee changes. Replayed turns have their one logged action."""
     return Recipe(
-        advantage=Constant(1.0), ratio=OnPolicy(), aggregate=Sum(TURN), keep=BestActionOfState(least),
+        advantage=Constant(1.0), ratio=OnPolicy(), aggregate=Sum(TURN), keep=BestActionOfState(),
+        gate=NoGate().where(LeadAbove(least)),
         penalties=(WeightedPenalty(value_weight, UtteranceCriticError(gamma), Mean(TURN), rows=AllTokens()),),
         control=CriticsFirst(passes, warm), strategy=Branch(trunks, "every"), budget=Fixed(8, 16),
         replay=RecentBuffer(oldest, share=1.0),

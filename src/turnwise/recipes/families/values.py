@@ -83,7 +83,7 @@ def b_coder(
 
 
 class ActionValueError(Penalty):
-    """(Q − G)², Gₜ = rₜ + γ ((1 − λ) Q̄ₜ₊₁ + λ Gₜ₊₁) over the sampled tokens of a trajectory; Q̄: the value before the batch."""
+    """½ (Q − G)², Gₜ = rₜ + γ ((1 − λ) Q̄ₜ₊₁ + λ Gₜ₊₁) over the sampled tokens of a trajectory; Q̄: the value before the batch."""
 
     reads = frozenset({Signal.ACTION_VALUE, Signal.OLD_ACTION_VALUE})
     gamma: float = number(1.0, least=0, most=1)
@@ -96,7 +96,7 @@ class ActionValueError(Penalty):
         return {self: r.map(lambda x: returns.discounted(x, self.gamma * self.lam, last))}
 
     def __call__(self, view: MicroBatchView) -> Field:
-        return (view[Signal.ACTION_VALUE] - view[self]) ** 2
+        return 0.5 * (view[Signal.ACTION_VALUE] - view[self]) ** 2
 
 
 def vas(
@@ -115,10 +115,9 @@ def vas(
     Settings: beta 3, candidates 20, gamma 1, lambda 0.95, 2 passes. Evaluations are steered; with steered_rollouts rollouts
     are, too.
     Deviation: Q(s, a) is a linear head of the frozen policy's states with an output for each token, where the paper's V(s∘a) is
-    a model of its own that reads the token.
-    Sure of: formula and constants (official code)."""
+    a model of its own that reads the token."""
     return Recipe(
-        advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
+        advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TRAJECTORY),
         penalties=(WeightedPenalty(1.0, ActionValueError(gamma, lam)),),
         control=CriticsFirst(passes, NEVER), strategy=ValueSteered(beta, candidates, steered_rollouts),
     )  # fmt: skip
