@@ -116,11 +116,12 @@ def ratio_level(recipe: Recipe, sign: float) -> str | None:
         return objective.gate(objective.ratio(view), adv, view).at(TOKEN).x.abs()
 
     base = weight()
-    inner = (tree.index(TOKEN, TRAJECTORY).x >= 2) & (
-        base > 0
-    )  # not the first ones, after which a prefix is a trajectory
+    # a token inside a turn that is not the last: what follows it is neither its turn nor its trajectory
+    last = tree.size(TURN, TRAJECTORY) - tree.index(TURN, TRAJECTORY) <= 1
+    inner = (tree.index(TOKEN, TURN).x >= 1) & ~last.at(TOKEN).x & (base > 0)
     at = int(inner.nonzero()[0])
-    log_slope = (weight(at, step) / base).log().nan_to_num(0.0, 0.0, 0.0) / step
+    up, down = ((weight(at, s) / base).log().nan_to_num(0.0, 0.0, 0.0) / s for s in (step, -step))
+    log_slope = torch.where(up.abs() > down.abs(), up, down)  # at ρ = 1 a window may be closed on one side
     changed = set((log_slope.abs() > 1e-7).nonzero().flatten().tolist())
     where = {name: tree.ancestor(TOKEN, level) for name, level in LEVELS.items() if level != TOKEN}
     inside = {name: set((x == x[at]).nonzero().flatten().tolist()) for name, x in where.items()}
