@@ -58,8 +58,7 @@ class OneSided(Mask):
 
 
 class MismatchWithin(Mask):
-    """low ≤ π_prox/μ ≤ high: learner and sampler agree. By token, by the product or by the geometric mean over a level;
-    ``inverse`` tests μ/π_prox."""
+    """low ≤ π_prox/μ ≤ high (``inverse``: of μ/π_prox), by token, by the product or by the geometric mean over a level."""
 
     reads = frozenset({Signal.PROXIMAL})
     low: float = number(least=0, most="high")

@@ -153,8 +153,7 @@ class ResetReference(Penalty):
 
 
 class StepCrossEntropy(Penalty):
-    """Cross-entropy of a step's value to whether a return (the trajectory's, or that from the step on) is positive. On the first
-    token of each turn: average it with ``Sum(TURN)``."""
+    """Cross-entropy of a step's value to whether a return is positive, on each turn's first token: average with ``Sum(TURN)``."""
 
     reads = frozenset({Signal.VALUE})
     of: Term = field(default_factory=Outcome)
