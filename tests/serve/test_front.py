@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import stat
 import threading
@@ -163,6 +164,24 @@ def test_names_of_a_server(monkeypatch):
     assert asyncio.run(run())[0] == 200, "the address that a client connected to is a name"
 
 
+def test_the_url_of_a_session_has_the_port_of_the_server(monkeypatch):
+    monkeypatch.setenv("TURNWISE_ENDPOINT_NAMES", "proxy.example, other.example")
+
+    async def run():
+        async with serving(Sessions(opener=lambda sessions, wanted: sessions.open(new_episode()))) as endpoint:
+            port, token = endpoint.url.rpartition(":")[2], endpoint.sessions.token
+            urls = []
+            for host in ("127.0.0.1:9999", "localhost", "[::1]:1", "Proxy.example:9999", "other.example"):
+                head = f"Host: {host}\r\n{{bearer}}"
+                _, reply = await asyncio.to_thread(exchange, endpoint.url, "POST /sessions", head, "", token)
+                urls.append(json.loads(reply.partition("\r\n\r\n")[2])["base_url"].partition("/s/")[0])
+            return urls, port
+
+    urls, port = asyncio.run(run())
+    own = [f"http://127.0.0.1:{port}", f"http://localhost:{port}", f"http://[::1]:{port}"]
+    assert [url.lower() for url in urls] == [*own, "http://proxy.example:9999", "http://other.example"]
+
+
 # ------------------------------------------------------------------- requests that do not arrive
 
 
@@ -187,9 +206,32 @@ def test_requests_that_are_sent_in_part_do_not_stay(monkeypatch):
         again.sendall(whole)
         assert b"200 OK" in again.recv(4000), "the others hold up nobody"
         again.sendall(b"GET")  # a second request on the same connection, in part
-        assert closed([*waiting, again]) and not server.host.paused
-        for connection in (*waiting, again):
+        # and several that came in one piece with the first, which is answered
+        behind = [socket.create_connection((host, int(port)), 30) for _ in range(2)]
+        for connection, part in zip(behind, (parts[2], head)):
+            connection.sendall(whole + part)
+            assert b"200 OK" in connection.recv(4000)
+        assert closed([*waiting, again, *behind]) and not server.host.paused
+        for connection in (*waiting, again, *behind):
             connection.close()
+
+
+def test_an_idle_connection_stays_for_the_next_request(monkeypatch):
+    monkeypatch.setattr(front_room, "ARRIVAL_SECONDS", 0.05)
+    monkeypatch.setattr(front_room, "GRACE_SECONDS", 0.05)
+    with served(make(seed=1)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        request = f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+        with socket.create_connection((host, int(port)), 30) as connection:
+            connection.sendall(request * 2)  # both arrived, though in one piece
+            assert connection.recv(4000)
+            threading.Event().wait(0.5)
+            connection.sendall(request)
+            replies = b""
+            while replies.count(b"200 OK") < 2:
+                part = connection.recv(4000)
+                assert part
+                replies += part
 
 
 def test_more_requests_in_part_than_may_be_close_the_oldest(monkeypatch):
@@ -199,9 +241,16 @@ def test_more_requests_in_part_than_may_be_close_the_oldest(monkeypatch):
         host, port = server.url.removeprefix("http://").split(":")
         waiting = [socket.create_connection((host, int(port)), 30) for _ in range(8)]
         assert closed(waiting[:5])
-        waiting[-1].sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        request = f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+        waiting[-1].sendall(request)
         assert b"200 OK" in waiting[-1].recv(4000)
-        for connection in waiting:
+        behind = []
+        for _ in range(8):
+            behind.append(connection := socket.create_connection((host, int(port)), 30))
+            connection.sendall(request + b"POST /pause HTTP/1.1\r\nX: y")
+            assert b"200 OK" in connection.recv(4000)
+        assert closed(behind[:5]), "a request in part counts behind a whole one, too"
+        for connection in (*waiting, *behind):
             connection.close()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from turnwise.rollout.agent_episode import CallRefused
 from turnwise.serve.wires import CHAT, MESSAGES, STATUS, check
@@ -47,6 +47,7 @@ class Front:
         refuse: Callable[[Request, Any], Awaitable[Response]] | None = None,
     ) -> None:
         self.app, self.admits, self.names, self.refuse = app, admits, frozenset(names), refuse or refused
+        self.forwarded = frozenset[str]()  # names that the user set: what forwards from there may have another port
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope)
@@ -57,14 +58,26 @@ class Front:
             response.headers["Connection"] = "close"  # which a stranger cannot keep open
             await response(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        await self.app({**scope, "headers": self._with_own_port(scope)}, receive, send)
+
+    def _with_own_port(self, scope: Any) -> list[tuple[bytes, bytes]]:
+        # the URL of a session is made of this header, and its port is the client's word
+        port = (scope.get("server") or ("", None))[1]
+
+        def own(name: bytes, value: bytes) -> bytes:
+            match = HOST.fullmatch(value.decode("latin-1")) if name == b"host" and port else None
+            if match is None or host_name(match) in self.forwarded:
+                return value
+            return value.removesuffix((match[2] or "").encode()) + f":{port}".encode()
+
+        return [(name, own(name, value)) for name, value in scope["headers"]]
 
     def check(self, request: Request) -> None:
         """Raise ``CallRefused`` for a request that is not answered."""
         headers, (address, _) = request.headers, request.scope.get("server") or ("", 0)
         host = headers.get("host", "")
         match = HOST.fullmatch(host)
-        named = match is not None and match[1].lower().rstrip(".") in {*self.names, address}
+        named = match is not None and host_name(match) in {*self.names, address}
         wrong = "this server is not {!r:.60}; use the address that it printed, or start it with {}={!r:.60}"
         check(named, wrong, host, NAMES_VARIABLE, match[1] if match else "NAME", code="wrong_host")
         site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin")
@@ -80,6 +93,10 @@ class Front:
             "the token of this server is missing or wrong; send it as Authorization: Bearer TOKEN, or as the API key"
         )
         check(self.admits(request), missing, code="invalid_api_key")
+
+
+def host_name(match: re.Match[str]) -> str:
+    return match[1].lower().rstrip(".")
 
 
 def key_of(request: Request) -> str:
@@ -119,17 +136,20 @@ def arrival_limits() -> type[asyncio.Protocol]:
     which the first byte ends."""
     arriving = dict[Any, tuple[float, asyncio.TimerHandle]]()  # since when, and its time limit; the oldest first
 
-    class Limited(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    class Limited(H11Protocol):  # whose rest behind a request can be read, which that of ``httptools`` cannot
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._look()
-            oldest = next(iter(arriving), self)
-            if len(arriving) > MAX_ARRIVING and self.loop.time() - arriving[oldest][0] > GRACE_SECONDS:
-                oldest.give_up()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._look()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            # a part of the next request may have come with this one, and nothing more may follow
+            if not self.cycle.response_complete or self.conn.trailing_data[0]:
+                self._look()
 
         def connection_lost(self, fault: Exception | None) -> None:
             self._arrived()
@@ -144,6 +164,9 @@ def arrival_limits() -> type[asyncio.Protocol]:
             elif self not in arriving:
                 late = self.loop.call_later(ARRIVAL_SECONDS, self._last_call)
                 arriving[self] = (self.loop.time(), late)
+                oldest = next(iter(arriving))
+                if len(arriving) > MAX_ARRIVING and self.loop.time() - arriving[oldest][0] > GRACE_SECONDS:
+                    oldest.give_up()
 
         def _last_call(self) -> None:
             arriving[self] = (arriving[self][0], self.loop.call_later(GRACE_SECONDS, self.give_up))

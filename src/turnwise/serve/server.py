@@ -101,7 +101,9 @@ async def serve_app(listener: socket.socket, front: Front, name: str, token: str
     from turnwise.serve.front import NAMES_VARIABLE, arrival_limits, names_of
 
     port = listener.getsockname()[1]
-    front.names |= names_of(listener, [name, *os.environ.get(NAMES_VARIABLE, "").split(",")])
+    chosen = os.environ.get(NAMES_VARIABLE, "").split(",")
+    front.names |= names_of(listener, [name, *chosen])
+    front.forwarded = frozenset(part.strip().lower() for part in chosen)
     quiet: Any = {"log_level": "error", "access_log": False, "lifespan": "off", "ws": "none", "http": arrival_limits()}
     config = uvicorn.Config(front, **quiet, timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE)
 
