@@ -43,8 +43,8 @@ def inputs(short: bool, results: Results, progress: Progress, only: str = "") ->
     yield from cases.trial(every[::SHORT_EVERY] if short else every, results, progress)
 
 
-PARTS: dict[str, Callable[[bool, Results, Progress], Iterator[Outcome]]] = {
-    "kills": lambda short, *rest: kills.trial(SHORT_KILLS if short else KILLS, *rest),
+PARTS: dict[str, Callable[..., Iterator[Outcome]]] = {
+    "kills": lambda short, *rest, **only: kills.trial(SHORT_KILLS if short else KILLS, *rest, **only),
     "inputs": inputs,
     "fuzz": lambda short, *rest: fuzz.trial(SHORT_EPISODES if short else EPISODES, *rest),
     "sandbox": sandbox.trial,
@@ -59,7 +59,7 @@ def main() -> int:
     )
     parser.add_argument("--short", action="store_true", help="a selection, in a few minutes; keeps no rows")
     parser.add_argument("--fresh", action="store_true", help="try again what came out well before, too")
-    parser.add_argument("--only", default="", metavar="TEXT", help="bad inputs whose group or name contains this text")
+    parser.add_argument("--only", default="", metavar="TEXT", help="kills and bad inputs whose name contains this text")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the result rows")
     parser.add_argument("--write", type=Path, help="write the page to this file, from all rows")
     arguments = parser.parse_args()
@@ -69,7 +69,7 @@ def main() -> int:
         print(f"[{time.monotonic() - began:6.0f} s] {text}", file=sys.stderr, flush=True)
 
     results = {part: _results(part, arguments) for part in PARTS}
-    chosen = {**PARTS, "inputs": functools.partial(inputs, only=arguments.only)}
+    chosen = {**PARTS, **{part: functools.partial(PARTS[part], only=arguments.only) for part in ("kills", "inputs")}}
     try:
         for part in arguments.parts:
             for outcome in chosen[part](arguments.short, results[part], progress):
