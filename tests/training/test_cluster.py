@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -169,6 +172,17 @@ class TestRuns:
         steps = [facts["step"] for event, facts in heard if event == "step" and facts["stage"] == "learn"]
         assert steps == list(range(1, SMALL["steps"] + 1))
         assert not ray.util.list_named_actors(all_namespaces=True)
+
+    def test_another_process_joins_the_local_cluster_of_a_living_driver(self, ray, tmp_path):
+        (tmp_path / "cluster.json").write_text(json.dumps({"address": ray.get_runtime_context().gcs_address}))
+        code = (
+            "import sys; from pathlib import Path; from turnwise.config.values import Cluster\n"
+            "from turnwise.training.cluster.driver import connected, ray\n"
+            "with connected(Cluster.parse('local'), Path(sys.argv[1])): print(ray.get_runtime_context().gcs_address)"
+        )
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+        ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
+        assert ended.stdout.split()[-1:] == [ray.get_runtime_context().gcs_address], ended.stderr[-400:]
 
     def test_a_learner_that_is_killed_continues_to_the_same_weights(self, ray, local, tmp_path):
         heard, name = [], actor_name("learner", run_key(tmp_path / "run"))

@@ -74,6 +74,8 @@ def connected(options: Cluster, folder: Path, ranks: int = 1) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     common: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
     if address:
+        if options.local:
+            _use_token_of_this_machine()
         try:
             ray.init(address, **common)
         except (RuntimeError, ValueError, OSError) as fault:  # another version of Ray or Python, no token, no cluster
@@ -95,6 +97,16 @@ def connected(options: Cluster, folder: Path, ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _use_token_of_this_machine() -> None:
+    # newer versions of Ray start a local cluster that wants the user's token, which they send by themselves only to a cluster
+    # that they found by themselves; older ones know no token
+    with contextlib.suppress(ImportError):
+        from ray._private.authentication import authentication_token_setup as setup
+
+        if take := getattr(setup, "maybe_enable_token_auth_if_token_available", None):
+            take(warn_if_disabled=False)
 
 
 def _living_address(folder: Path) -> str:
