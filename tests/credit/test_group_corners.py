@@ -16,7 +16,7 @@ from turnwise.credit.fact import SameFact, action_hash, last_turn_fact, named_re
 from turnwise.errors import SignalError
 from turnwise.recipes.families.group_credit import BundledRollouts, SetAdvantage, TailRisk, WeightedRewards
 
-LONE = {"v0", "mssr", "copo", "gdpo"}  # need no siblings, or compare over the batch as well
+LONE = {"probe_baseline", "mssr", "copo", "gdpo"}  # need no siblings, or compare over the batch as well
 ALIKE = {"risk_po": {"bundle": 1}}
 
 

@@ -293,7 +293,7 @@ def test_a_rollout_does_not_predict_its_own_baseline(seed):
     for g in several:
         for t in g:
             t.facts["probe"] = t.facts["chance"]
-    same(credit("poise", several, normalise=False), credit("v0", several))  # features of the task alone
+    same(credit("poise", several, normalise=False), credit("probe_baseline", several))  # features of the task alone
     for t in records.trajectories(several):
         t.facts["probe"] = 0.0
     same(credit("poise", several, normalise=False), credit("reinforce", several))
@@ -303,4 +303,4 @@ def test_predictions_golden():
     batch = [group([1, 0], probe=[0.2, 0.7], chance=[0.3, 0.3]), group([1], probe=[0.1], chance=[0.5])]
     same(credit("poise", batch, normalise=False), [0.3, -0.2, 0.0])
     same(credit("poise", batch), [*cg.zscores([0.3, -0.2]), 0.0])
-    same(credit("v0", batch), [0.7, -0.3, 0.5])
+    same(credit("probe_baseline", batch), [0.7, -0.3, 0.5])

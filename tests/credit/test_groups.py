@@ -84,7 +84,7 @@ CASES = {  # method and variant: hyper-parameters of ours, the oracle
     "mssr plain": ({"weight": 0.0, "bottom": -1.0, "top": 2.0}, lambda b: cg.mssr(b, weight=0.0, bottom=-1.0, top=2.0)),
     "poise": ({}, cg.poise),
     "poise raw": ({"normalise": False}, lambda b: cg.poise(b, normalise=False)),
-    "v0": ({}, cg.v0),
+    "probe_baseline": ({}, cg.probe_baseline),
 }
 
 
@@ -231,5 +231,5 @@ def test_what_methods_ask_to_be_told():
     assert asked("copo") == {"fact said"}
     assert asked("capo_calibration") == asked("risk_po", share="score") == {"verdict"}
     assert asked("pipo") == {"replay"} and asked("dgpo_difficulty", accuracy="right") == {"reward right"}
-    probed = [recipes.build(name).objective.signals_before_batch for name in ("poise", "v0")]
+    probed = [recipes.build(name).objective.signals_before_batch for name in ("poise", "probe_baseline")]
     assert all(Signal.REWARD_PROBE in signals for signals in probed)

@@ -819,6 +819,6 @@ def poise(batch: Batch, normalise: bool = True, eps: float = 1e-6) -> Result:
     return Result(spread(batch, [0.0 if one is None else one for one in found]), loss, {"baseline": baselines})
 
 
-def v0(batch: Batch) -> list[float]:
+def probe_baseline(batch: Batch) -> list[float]:
     """Card: "P(success) for query prompts: V0(x|C)", used as baseline: A = R - V0. No peers, so no singleton rule."""
     return spread(batch, [total(one) - one.facts["chance"] for one in trajectories(batch)])

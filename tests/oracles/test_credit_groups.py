@@ -74,7 +74,7 @@ METHODS: dict[str, Callable[[Batch], list[float] | Result]] = {
     "public_baseline scaled": lambda batch: cg.public_baseline(batch, scale=True),
     "mssr": cg.mssr,
     "poise": cg.poise,
-    "v0": cg.v0,
+    "probe_baseline": cg.probe_baseline,
 }
 
 
@@ -508,7 +508,7 @@ def test_poise() -> None:
             for t in g:
                 t.facts["probe"] = t.facts["chance"] = value
         several = [g for g in many if len(g) > 1]
-        close(cg.poise(several, normalise=False).advantage, cg.v0(several), 1e-12)
+        close(cg.poise(several, normalise=False).advantage, cg.probe_baseline(several), 1e-12)
         for t in trajectories(several):
             t.facts["probe"] = 0.0
         close(
@@ -519,4 +519,4 @@ def test_poise() -> None:
 
 
 def test_v0() -> None:
-    close(cg.v0([group([1, 0], chance=[0.3, 0.3]), group([1], chance=[0.5])]), [0.7, -0.3, 0.5])
+    close(cg.probe_baseline([group([1, 0], chance=[0.3, 0.3]), group([1], chance=[0.5])]), [0.7, -0.3, 0.5])

@@ -67,3 +67,8 @@ def test_a_recipe_of_ones_own_is_a_method_by_name(tmp_path, monkeypatch):
         recipes.build(f"{tmp_path / 'mine.py'}:wrong")
     with pytest.raises(SettingError, match="has no recipe 'robst'; did you mean 'robust'"):
         recipes.build(f"{tmp_path / 'mine.py'}:robst")
+
+
+def test_the_old_name_of_the_probe_leads_to_the_new_one():
+    with pytest.raises(SettingError, match="probe_baseline, a probe of hidden states; V0's allocation is --budget v0"):
+        signatures.check_method("v0")

@@ -10,7 +10,7 @@ import pytest
 from support.episodes import RENDERER, TASK, FixedSession, Patient, keyed, play, stepping
 
 from turnwise.core.protocols import Step
-from turnwise.core.records import Sampling, Status, Stop
+from turnwise.core.records import Limit, Sampling, Status, Stop
 from turnwise.rollout.episode import Episode, EpisodeLimits
 from turnwise.rollout.strategies import GroupRequest, Independent
 
@@ -57,6 +57,18 @@ def test_the_turn_limit_cuts_and_what_was_read_is_what_was_recorded():
     spoken = [i for turn in t.turns[:2] for i in (*turn.context, *turn.tokens)]
     assert session.read[2] == [*spoken, *t.turns[2].context]
     assert not any(turn.restart for turn in t.turns)
+
+
+def test_a_reminder_counts_turns_and_says_when_the_limit_was_extended():
+    plain, told = play(Patient()), play(Patient(), max_turns=[2, 3])
+    said = [m["content"].splitlines()[-1] for m in told.messages if m["role"] == "user"]
+    assert said[:3] == [
+        "[turns used: 0, left: 2]", "[turns used: 1, left: 1]", "[the limit was extended; turns used: 2, left: 1]",
+    ]  # fmt: skip
+    assert len(told.turns) == len(plain.turns) == 3 and told.limit == Limit.TURNS
+    assert [t.tokens for t in told.turns] == [t.tokens for t in plain.turns]  # a reminder is context
+    assert len(play(Patient(), max_turns=[2]).turns) == len(play(Patient(), max_turns=2).turns) == 2
+    assert not any("turns used" in str(m["content"]) for m in play(Patient(), max_turns=2).messages)
 
 
 def full(context):

@@ -49,9 +49,9 @@ class Patient:
         self.closed += 1
 
 
-def play(environment, session=None, limits=LIMITS, sampling=None):
+def play(environment, session=None, limits=LIMITS, sampling=None, **more):
     session = session or FixedSession()
-    episode = Episode("g.0", TASK, environment, session, RENDERER, sampling or Sampling(), limits)
+    episode = Episode("g.0", TASK, environment, session, RENDERER, sampling or Sampling(), limits, **more)
     trajectory = asyncio.run(episode.run())
     assert session.closed == 1, "the session was not closed exactly once"
     return trajectory

@@ -42,7 +42,7 @@ def packed(reference, probe="probe"):
 
 
 def credit(name, reference, **hyper):
-    batch, _ = packed(reference, "chance" if name == "v0" else "probe")
+    batch, _ = packed(reference, "chance" if name == "probe_baseline" else "probe")
     return recipes.build(name, **hyper).objective.credit(batch)["advantage"].at(TOKEN).x
 
 

@@ -7,7 +7,7 @@ TURNS = [
 ]  # fmt: skip
 GROUPS = [
     "adora", "bnpo", "canon", "capo_calibration", "copo", "dgpo_difficulty", "dvao", "gdpo", "mc_grpo", "mssr",
-    "pipo", "poise", "polychromic", "public_baseline", "risk_po", "stratified_grpo", "unlikeliness", "v0", "xrpo",
+    "pipo", "poise", "polychromic", "public_baseline", "risk_po", "stratified_grpo", "unlikeliness", "probe_baseline", "xrpo",
 ]  # fmt: skip
 SEGMENTS = [
     "spo_chain", "spo_tree", "spo_single", "arpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear",

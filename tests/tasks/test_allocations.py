@@ -172,12 +172,23 @@ def test_falling_with_success():
 
 
 def test_turn_limits_are_a_percentile_after_calibration():
-    live, task = TurnPercentile(calibrate=8, probe_every=4).open(), tasks(1)[0]
+    live, task = TurnPercentile(calibrate=8, probe_every=4, remind=False).open(), tasks(1)[0]
     assert live.max_turns(task) == 0
     for turns in (1, 2, 3, 4):
         live.observe(group_of(task, [1, 0], turns=turns))
     limits = [live.max_turns(task) for _ in range(7)]
     assert set(limits) == {0, int(np.ceil(np.percentile([1, 1, 2, 2, 3, 3, 4, 4], 75)))}
+
+
+def test_limits_of_which_the_policy_is_told_begin_at_a_lower_percentile():
+    lists = []
+    for start in (0.0, 50.0, 75.0):
+        live, task = TurnPercentile(calibrate=8, probe_every=99, start=start).open(), tasks(1)[0]
+        for turns in (1, 2, 3, 8):
+            live.observe(group_of(task, [1, 0], turns=turns))
+        lists.append(live.max_turns(task))
+    high = int(np.ceil(np.percentile([1, 1, 2, 2, 3, 3, 8, 8], 75)))
+    assert lists == [[high], [3, high], [high]]  # no extension: one limit; the median of the turns is 2.5
 
 
 def test_wide_keeps_the_number_of_rollouts():

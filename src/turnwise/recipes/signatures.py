@@ -17,6 +17,7 @@ from turnwise.errors import SettingError, nearest
 
 FOLDER = Path(__file__).parent / "families"
 NAMES: dict[str, Any] = {"Literal": Literal, "INF": float("inf")}  # what a signature may name besides Python's own
+RENAMED = {"v0": "what had this name is probe_baseline, a probe of hidden states; V0's allocation is --budget v0; "}
 Parameters = dict[str, inspect.Parameter]
 
 
@@ -32,7 +33,7 @@ def check_method(name: str) -> None:
     method, *credit = name.split("+")
     for part in (method, *filter(None, credit)):
         if ":" not in part and part not in _functions():
-            hint = nearest(part, method_names()).partition("known:")[0]
+            hint = RENAMED.get(part) or nearest(part, method_names()).partition("known:")[0]
             raise SettingError(f"no method {part!r}; {hint}`turnwise list` shows all; your own: module:recipe")
 
 

@@ -95,6 +95,17 @@ class OtherSeats:
     facts: Facts = field(default_factory=dict)
 
 
+def with_reminder(messages: Sequence[Message], taken: int, limits: Sequence[int]) -> list[Message]:
+    """The messages with how many turns are used and left at the end of the last one. ``limits`` ascend: one that is reached is
+    extended to the next."""
+    limit = next((n for n in limits if taken < n), limits[-1])
+    extended = "the limit was extended; " if taken in limits[:-1] else ""
+    words = f"[{extended}turns used: {taken}, left: {limit - taken}]"
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        return [*messages, {"role": "user", "content": words}]
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n{words}"}]
+
+
 def with_hint_text(messages: list[Message], hint: str) -> list[Message]:
     """The messages with ``hint`` at the end of the first one, which always stays visible."""
     if not hint or not messages:
@@ -180,7 +191,7 @@ class Episode:
         fork_points: list[ForkPoint] | None = None,
         with_hint: bool = False,
         support: EpisodeSupport | None = None,
-        max_turns: int = 0,
+        max_turns: int | Sequence[int] = 0,
         wording: int = 0,
         entropies: list[Sequence[float]] | None = None,
         others: OtherSeats | None = None,
@@ -188,14 +199,17 @@ class Episode:
         """``record_masked``: also record each context with the environment's observations masked. ``fork_from``: start there.
         ``fork_points``: a list to which the episode appends its own. ``with_hint``: sample with the environment's hint in the
         prompt, and record the trajectory without it; only the log-probabilities depend on the hint. ``support``: other help.
-        ``max_turns``: fewer turns than the environment allows. ``wording``: which wording of the task to show. ``entropies``: a
-        list that receives those of each turn's tokens, empty where the generator does not report them. ``others``: who plays the
-        seats that are not the policy's."""
+        ``max_turns``: fewer turns than the environment allows; several are limits that are extended in this order, and the policy
+        is told after each turn how many are left. ``wording``: which wording of the task to show. ``entropies``: a list that
+        receives those of each turn's tokens, empty where the generator does not report them. ``others``: who plays the seats that
+        are not the policy's."""
         self.others, self.carried_restart = others, False
         self.support, self.wording, self.carried, self.entropies = support, wording, list[int](), entropies
         # what was done in the environment and what it said; ``names_states``: whether it has keys of its own
         self.actions, self.replies, self.observation, self.names_states = list[Action](), list[str](), "", True
-        limits = replace(limits, turns=min(limits.turns, max_turns)) if max_turns else limits
+        stages = [min(limits.turns, n) for n in ([max_turns] if isinstance(max_turns, int) else max_turns) if n]
+        limits = replace(limits, turns=stages[-1]) if stages else limits
+        self.told_limits = () if isinstance(max_turns, int) else sorted({*stages})
         self.fork_from, self.fork_points, self.with_hint, self.hint = fork_from, fork_points, with_hint, ""
         self.key, self.task, self.environment, self.session = key, task, environment, session
         self.renderer, self.limits, self.record_masked = renderer, limits, record_masked
@@ -271,6 +285,7 @@ class Episode:
         tools, support = tuple(getattr(self.environment, "tools", ())), self.support
         self._hear(first)
         if self.fork_from is None:
+            first = with_reminder(first, self._taken_before(), self.told_limits) if self.told_limits else first
             recorded = support.hint if support is not None and support.recorded else ""
             self.dialogue = self.renderer.open(with_hint_text(first, recorded), tools, self.limits.history)
             for tokens in (
@@ -444,6 +459,9 @@ class Episode:
                 )
             )
         self._record_info(step)
+        if self.told_limits and not (step.terminated or step.truncated):
+            taken = len(self.turns) + self._taken_before()
+            step = replace(step, messages=with_reminder(step.messages, taken, self.told_limits))
         if not (step.terminated or step.truncated):
             self.renderer.append_observation(dialogue, step.messages, self.record_masked, step.context)
             if self.hinted_dialogue is not None:

@@ -36,8 +36,9 @@ class LiveBudget(Stateful):
         """The number of further trajectories for each task of a wave, once those at first are known. All 0: none."""
         return [0] * len(tasks)
 
-    def max_turns(self, task: Task) -> int:
-        """The turn limit of an episode of this task; 0: the environment's."""
+    def max_turns(self, task: Task) -> int | list[int]:
+        """The turn limit of an episode of this task; 0: the environment's. A list: limits that are extended in this order, of
+        which the policy is told."""
         return 0
 
     def observe(self, group: Group) -> None:
@@ -374,13 +375,17 @@ class _TurnPercentile(LiveBudget):
     issued: int = 0
     saved = ("turns", "issued")
 
-    def limit(self, difficulty: int) -> int:
-        turns = self.turns.get(str(difficulty), [])
-        return int(np.ceil(np.percentile(turns, self.rule.percent))) if len(turns) >= self.rule.calibrate else 0
+    def limit(self, difficulty: int, percent: float | None = None) -> int:
+        turns, percent = self.turns.get(str(difficulty), []), percent or self.rule.percent
+        return int(np.ceil(np.percentile(turns, percent))) if len(turns) >= self.rule.calibrate else 0
 
-    def max_turns(self, task: Task) -> int:
+    def max_turns(self, task: Task) -> int | list[int]:
         self.issued += 1
-        return 0 if self.issued % self.rule.probe_every == 0 else self.limit(task.difficulty)
+        limit = 0 if self.issued % self.rule.probe_every == 0 else self.limit(task.difficulty)
+        if not (limit and self.rule.remind):
+            return limit
+        first = self.limit(task.difficulty, self.rule.start) if self.rule.start else limit
+        return sorted({first, limit})
 
     def observe(self, group: Group) -> None:
         done = [t for t in group.trajectories if t.origin == Origin.POLICY and t.status == Status.FINISHED]
@@ -394,11 +399,14 @@ class _TurnPercentile(LiveBudget):
 class TurnPercentile(Budget):
     """The usual number of rollouts; episodes end after the ``percent``-th percentile of the turns of finished episodes of the
     same difficulty. The first ``calibrate`` episodes of a difficulty have the environment's limit, and one group in
-    ``probe_every`` keeps it later, so that the limit can rise again."""
+    ``probe_every`` keeps it later, so that the limit can rise again. With ``remind`` the policy reads after each turn how many
+    are used and left; with ``start`` the limit it is told is that lower percentile at first, and extended on demand."""
 
     live = _TurnPercentile
     percent: float = number(75.0, above=0, most=100)
     calibrate: int = number(64, least=1)
     probe_every: int = number(8, least=1)
+    remind: bool = True
+    start: float = number(0.0, least=0, most="percent")
 
     requirements: ClassVar = frozenset({"turn limits"})

@@ -43,12 +43,12 @@ def draw_order(key: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """One group to issue. ``max_turns`` 0: the environment's limit. ``rest``: asked after its first trajectories."""
+    """One group to issue. ``max_turns`` as in ``LiveBudget``. ``rest``: asked after its first trajectories."""
 
     key: str
     task: Task
     size: int
-    max_turns: int = 0
+    max_turns: int | list[int] = 0
     largest: int = 0
     rest: Rest | None = None
 
@@ -83,7 +83,7 @@ class TaskFeed:
     budget: LiveBudget = field(default_factory=lambda: Fixed().open())
     guidance: LiveGuidance = field(default_factory=lambda: NoGuidance().open(0))
     largest: int = 0
-    promised: dict[str, list[int]] = field(default_factory=dict)
+    promised: dict[str, list[Any]] = field(default_factory=dict)
     meter: RolloutMeter = field(default_factory=RolloutMeter)
     spent: dict[str, int] = field(default_factory=dict)  # rollouts of the latest step by difficulty
 
@@ -114,7 +114,7 @@ class TaskFeed:
             size, max_turns = self.promised[number]
             orders.append(GroupOrder(key, task, size, max_turns, largest=self.largest))
             if not self.budget.rounds:
-                self.meter.note("budget", size != self.budget.rule.size or max_turns > 0)
+                self.meter.note("budget", size != self.budget.rule.size or bool(max_turns))
         if self.budget.rounds:
             wave = BudgetWave(self.budget, [order.task for order in orders])
             orders = [replace(order, rest=partial(wave.rest, i)) for i, order in enumerate(orders)]
@@ -169,7 +169,7 @@ class TaskFeed:
         self.sampler.load_state_dict(state["sampler"])
         self.budget.load_state_dict(state["budget"])
         self.guidance.load_state_dict(state["guidance"])
-        self.promised = {number: [int(n) for n in values] for number, values in state["promised"].items()}
+        self.promised = {number: list(values) for number, values in state["promised"].items()}
 
         self.meter.load_state_dict(state.get("meter", {}))
 

@@ -79,12 +79,15 @@ def dart(easy: float = 0.6, least: int = 1, window: int = 4, spare: int = 0) -> 
     return FallingWithSuccess(8, 8, easy, least, window, spare)
 
 
-def turn_control(percent: float = 75.0, calibrate: int = 64, probe_every: int = 8) -> Budget:
-    """Turn control: episodes end at a percentile of the turns that finished episodes of their difficulty took.
+def turn_control(
+    percent: float = 75.0, calibrate: int = 64, probe_every: int = 8, remind: bool = True, start: float = 0.0
+) -> Budget:
+    """Turn control: episodes end at a percentile of the turns that finished episodes of their difficulty took, and say so.
 
     Paper: More with Less (turn control), arXiv 2510.16786.
-    Settings: the 75th percentile.
-    Deviation: calibrated on the run itself; every eighth group keeps the environment's limit, which plays the part of
-    extensions on demand. No reminders.
-    Sure of: the percentile (abstract)."""
-    return TurnPercentile(8, 8, percent, calibrate, probe_every)
+    Settings: the 75th percentile, a reminder after every turn; start 50 is the dynamic variant: the policy is told of that lower
+    limit, which is extended to the other where the task is not done by then.
+    Deviation: calibrated on the run itself; every eighth group keeps the environment's limit and reads no reminder. One
+    extension; its size is ours. Evaluations have the environment's limit and no reminders.
+    Sure of: the percentile and the reminders (abstract)."""
+    return TurnPercentile(8, 8, percent, calibrate, probe_every, remind, start)

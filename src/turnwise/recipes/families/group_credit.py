@@ -1022,13 +1022,13 @@ class ProbeBaseline(Term):
         return r - where(r.peer_count(GROUP) > 1, probe.leave_one_out(GROUP), probe)
 
 
-def v0(clip: float = 0.2) -> Recipe:
-    """V₀ (its baseline, from a probe): the predicted success rate of the task; its allocation of rollouts is `--budget v0`.
+def probe_baseline(clip: float = 0.2) -> Recipe:
+    """Probe baseline: the success rate of the task as a probe of hidden states predicts it; V₀'s baseline without V₀'s model.
 
     A = R − V₀(x | recent outcomes)
 
     Paper: V₀: A Generalist Value Model for Any Policy at State Zero, arXiv 2602.03584.
-    Settings: none.
+    Settings: none. The paper's allocation of rollouts is `--budget v0`.
     Deviation: a probe of hidden states, refitted on recent batches, stands in for the embedding model and its in-context
     classifier; V₀ is its mean over the other rollouts of the task. No routing between models.
     Sure of: the model (official code), its use as a baseline (abstract)."""
