@@ -360,7 +360,9 @@ class ExpertItems(Replay):
     live = _ExpertItems
     share: float = number(0.5, least=0, most=1)
 
-    requires: ClassVar = frozenset({"demonstrations"})
+    requires: ClassVar = frozenset(
+        {"demonstrations", "world model?"}
+    )  # published with dreamed rollouts beside the expert's
 
 
 @dataclass
@@ -400,6 +402,7 @@ class SharedExperience(Replay):
     among the last ``capacity``, without those whose total reward is 0. ``sender`` names this run; empty: by its seed."""
 
     live = _Shared
+    requires: ClassVar = frozenset({"other runs?"})
     folder: str = ""
     foreign: int = number(4, least=0, why="groups of other runs a step")
     sender: str = ""

@@ -12,6 +12,7 @@ from turnwise.observe.numbers import finite_number
 
 ACTED = "acted/"
 IDLE_STEPS = 10  # steps after which a slot that never acted is named
+SILENT_STEPS = 3  # the same where nothing of the method acted: then it is only the base method
 SLOTS = {  # slot: what its share says, in the order in which the shares are told; what it usually takes
     "strategy": ("the strategy changed {} of the rollouts", "episodes of several turns, an environment that can do what the "
         "strategy asks for (forks, hints), and a --group-size above its trunks"),

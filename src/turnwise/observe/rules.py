@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise.core.protocols import OVERRULED, REFUSED
-from turnwise.observe.mechanism import IDLE_STEPS, SLOTS, shares
+from turnwise.observe.mechanism import IDLE_STEPS, SILENT_STEPS, SLOTS, shares
 from turnwise.observe.numbers import finite_number
 
 if TYPE_CHECKING:
@@ -502,7 +502,8 @@ class RunHealth:
         for slot, share in shares([metrics]).items():
             steps, most = self._acted.get(slot, (0, 0.0))
             self._acted[slot] = [steps + 1, max(most, share)]
-        idle = tuple(slot for slot, (steps, most) in self._acted.items() if steps >= IDLE_STEPS and most == 0)
+        patience = IDLE_STEPS if any(most for _, most in self._acted.values()) else SILENT_STEPS
+        idle = tuple(slot for slot, (steps, most) in self._acted.items() if steps >= patience and most == 0)
         return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first, solved, idle)
 
     def observe(self, metrics: Mapping[str, float]) -> list[HealthMessage]:

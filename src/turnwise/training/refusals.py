@@ -82,6 +82,7 @@ FLAGS = {  # requirements that a flag provides
 BUFFER_FACTS = ("age", "advantage")
 PAIR_FACTS = ("chosen", "gap", "family")
 RUN_FACTS = ("said",)  # that a run itself records, in any environment
+OPTIONAL = "?"  # ends a requirement without which a piece does nothing, and the run begins all the same
 STRATEGY_FACTS: dict[str, type] = {GREEDY_REWARD: GreedyBaseline}  # facts that one strategy alone records
 SECOND_TURN = {  # requirements that an episode of one turn cannot meet
     "feedback": "reads the environment's observations",
@@ -386,7 +387,7 @@ def _players(plan: RunPlan) -> Iterator[str]:
 def _requirements(plan: RunPlan) -> Iterator[str]:
     """What the method requires, and neither the environment's class nor a flag provides."""
     s, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
-    for word in sorted(required_by(recipe)):
+    for word in sorted(word for word in required_by(recipe) if not word.endswith(OPTIONAL)):
         kind, _, name = word.rpartition(" ")
         if word in FLAGS:
             rows = s.data if s.offline else s.demos
@@ -473,8 +474,7 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
 def _unread_flags(plan: RunPlan) -> Iterator[str]:
     """Groups that a strategy cannot grow, and a flag that the method would not read."""
     s, requires = plan.settings, required_by(plan.recipe)
-    check_group_size = getattr(plan.recipe.strategy, "check_group_size", None)
-    if check_group_size is not None:
+    if callable(check_group_size := getattr(plan.recipe.strategy, "check_group_size", None)):  # one's own may have none
         check_group_size(plan.recipe.budget.size)
     if s.offline and s.demos:
         yield "--data learns from a file alone, --demos beside rollouts; write one of them"
@@ -707,6 +707,48 @@ def held_out_note(plan: RunPlan) -> Iterator[tuple[str, str]]:
         return
     more = f"--eval-tasks {rows}" if rows > count else "--eval-data FILE, or a larger --held-out-share"
     yield "warning", f"{text}, so a smaller change cannot be seen; write {more}"
+
+
+def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """(level, text): what the method does nothing without and this run does not have. The meter shows the rest."""
+    s, recipe, cls = plan.settings, plan.recipe, plan.env_spec.env_class
+    facts, names = (
+        getattr(cls, "facts", ()),
+        {*getattr(cls, "rewards", ()), *(r.label for r in parse_rewards(s.reward))},
+    )
+    shared = Path(getattr(recipe.replay, "folder", ""))
+    words: dict[str, tuple[bool, str, str]] = {  # whether it is there, what it is, what to write
+        "several rewards": (
+            len(names) + bool(s.judge) > 1,
+            f"weighs several rewards, and there is {'one: ' + min(names) if names else 'only the outcome'}",
+            "--reward A --reward B, or an environment with named rewards",
+        ),
+        "agents": (
+            len(getattr(cls, "agents", ())) > 1,
+            f"compares the turns of several agents, and {s.env} has one",
+            "--env nim, or another environment of several agents",
+        ),
+        "world model": (
+            callable(getattr(cls, "predict", None)),
+            f"trains on dreamed episodes, and {s.env} has no world model",
+            "an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py)",
+        ),
+        "other runs": (
+            shared.is_dir() and any(shared.iterdir()),
+            f"trains on groups of other runs, and the pool {shared} holds none yet",
+            "start other runs with the same folder beside this one",
+        ),
+    }
+    for word in sorted(word.removesuffix(OPTIONAL) for word in required_by(recipe) if word.endswith(OPTIONAL)):
+        name = word.rpartition(" ")[2]
+        fact = (
+            name in facts,
+            f"treats turns by the fact {name!r}, which {s.env} does not tell",
+            f"a fact {name!r} of its turns",
+        )
+        there, lacking, cure = words.get(word, fact)
+        if not there and not s.offline:
+            yield "warning", f"{s.title} {lacking}: that part of it does nothing here; it needs {cure}"
 
 
 def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, str]]:

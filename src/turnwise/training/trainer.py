@@ -67,7 +67,15 @@ from turnwise.training.engines import check_resumed_memory
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 from turnwise.training.loop import CheckpointSchedule, Loop, frozen_gc
 from turnwise.training.plan import EnvSpec, GivenObjects, RunPlan
-from turnwise.training.refusals import LOADED, check_model_name, held_out_note, rank_places, refuse, staleness_notes
+from turnwise.training.refusals import (
+    LOADED,
+    check_model_name,
+    held_out_note,
+    mechanism_notes,
+    rank_places,
+    refuse,
+    staleness_notes,
+)
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
 from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
 from turnwise.training.summary import RunSummary, evaluation_metrics, write_cards
@@ -135,7 +143,12 @@ class Trainer:
             self.events.message(text, "warning")
         for text in (*self.notes, *self.plan.data.messages()):
             self.events.message(text)
-        for level, text in (*held_out_note(self.plan), *staleness_notes(self.settings, self.recipe)):
+        notes_at_start = (
+            *held_out_note(self.plan),
+            *mechanism_notes(self.plan),
+            *staleness_notes(self.settings, self.recipe),
+        )
+        for level, text in notes_at_start:
             self.events.message(text, level)
         if self.threads and engines.select_device(self.settings).type == "cpu":
             self.events.message(f"CPU threads: {self.threads}")

@@ -51,13 +51,13 @@ def wordings(wordings: int = 4) -> Strategy:
     return Reworded(wordings)
 
 
-def arpo(trunks: int = 8, width: int = 2, chance: float = 0.5, weight: float = 0.2) -> Strategy:
+def arpo(trunks: int = 0, width: int = 2, chance: float = 0.5, weight: float = 0.2) -> Strategy:
     """ARPO (agentic): forks after tool results, more likely where the entropy has risen; forks are forked again.
 
     P(fork) = clip(chance + weight·(H − H₀), 0, 1)
 
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
-    Settings: 16 rollouts, 8 from the prompt, width 2, chance 0.5, weight 0.2, the first 20 tokens.
+    Settings: 16 rollouts, 8 from the prompt (trunks 0: half of the group), width 2, chance 0.5, weight 0.2, the first 20 tokens.
     Deviation: the entropy is that of the whole vocabulary and not divided by its logarithm; decisions are taken when a
     trajectory has ended, generation after generation, with the same probabilities.
     Sure of: the trigger (official code)."""

@@ -30,7 +30,8 @@ from turnwise.maths.divergences import k3
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.critic_free import grpo
 from turnwise.recipes.recipe import Kind, Recipe
-from turnwise.tasks.budgets import Fixed
+from turnwise.rollout.guidance import SolvedExamples
+from turnwise.tasks.budgets import Fixed, RoundsOfUncertainty
 from turnwise.tasks.samplers import CyclePool
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class WeightedRewards(Piece):
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset(f"reward {name}" for name in self.names or ())
+        return frozenset({"several rewards?"} if self.names == () else {f"reward {name}" for name in self.names or ()})
 
     def __call__(self, batch: Batch) -> list[tuple[float, Field]]:
         """Weight and value of each reward."""
@@ -788,15 +789,21 @@ class NoveltyBonus(Term):
 
 
 def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: float = 0.2) -> Recipe:
-    """XRPO (its advantage; see `--budget xrpo`, `--guidance xrpo`): a bounded novelty bonus for good answers that were unlikely.
+    """XRPO: a bounded novelty bonus for good answers that were unlikely, rollouts where they are uncertain, solved examples.
 
     A + min(λ (1 − η)₊, κA) where A > 0, η = exp(l − mean l), l = mean log π
 
     Paper: XRPO: Pushing the Limits of GRPO with Targeted Exploration and Exploitation, arXiv 2510.06672.
-    Settings: novelty 2.5, kappa 0.5.
-    Deviation: the sharpening alone; `--budget xrpo` allocates rollouts, `--guidance xrpo` shows solved examples.
+    Settings: novelty 2.5, kappa 0.5; 4 rollouts first, then the rest of the budget where the mean reward is most uncertain
+    (`--budget xrpo`); 2 solved examples in the prompt of a group that fails (`--guidance xrpo`).
+    Deviation: those of the budget and the guidance; --budget fixed --guidance none leaves the bonus alone.
     Sure of: the formula (third-party implementation)."""
-    return Recipe(advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa), gate=Clip(clip, clip))
+    return Recipe(
+        advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa),
+        gate=Clip(clip, clip),
+        budget=RoundsOfUncertainty(8, 8),
+        guidance=SolvedExamples(),
+    )
 
 
 class UnitOutcome(Term):

@@ -37,7 +37,7 @@ from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.families.actor_critic import ppo
 from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.strategies import Branch
-from turnwise.rollout.strategies.tree import Vines
+from turnwise.rollout.strategies.tree import AfterToolResults, Vines
 from turnwise.tasks.budgets import Fixed
 
 if TYPE_CHECKING:
@@ -321,20 +321,20 @@ class MeanOverPaths(Term):
         return Field(batch.tree, TOKEN, total if self.copies else total / forks.sum_over_paths(torch.ones_like(value)))
 
 
-def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 8) -> Recipe:
+def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 0) -> Recipe:
     """ARPO (agentic): branches after tool results; shared tokens get the mean advantage of all branches through them.
 
     Aₜ = mean over the trajectories through token t of (R − mean)/(std + ε); the rest as GRPO, every token alike
 
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
-    Settings: 16 trajectories a task, 8 of them from the prompt, a branch where u − 0.2 ΔH ≤ 0.5.
+    Settings: 16 trajectories a task, 8 of them from the prompt (trunks 0: half of the group), a branch where u − 0.2 ΔH ≤ 0.5.
     Deviation: a shared token is stored once and counted once; with copies its credit is the sum, as if each trajectory
-    had its own copy of it (the paper's soft setting). Branches start before the turns with the least certain first
-    tokens.
+    had its own copy of it (the paper's soft setting). Branches are decided when a trajectory has ended, as `--strategy
+    arpo` does.
     Sure of: the soft setting and the branching (official code), the mean (summaries of the paper)."""
     return Recipe(
         advantage=MeanOverPaths(Standardise(PathReturn()), copies),
-        strategy=Branch(trunks),
+        strategy=AfterToolResults(trunks),
         budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),

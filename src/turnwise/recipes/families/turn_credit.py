@@ -435,6 +435,7 @@ def infopo(
 class SameAgent(Peers):
     """Turns of one agent in one game: a game is the task (``group``), or all tasks of a kind (``domain``)."""
 
+    requires = frozenset({"agents?"})
     game: str = choice("group", "domain")
 
     def __call__(self, batch: Batch) -> Partition:
@@ -499,6 +500,10 @@ class MarkedTurns(Mask):
     """Tokens of turns with ``mark`` > 0.5."""
 
     mark: Term
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({f"turn fact {self.mark.name}?"}) if isinstance(self.mark, Fact) else frozenset()
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return self.mark(view.batch) > 0.5

@@ -85,6 +85,14 @@ class Strategy(Declared):
     reads_rewards: ClassVar[bool] = False  # rewards of some trajectories are read before others are played
     shifts_logits: ClassVar[bool] = False  # only the generator of this process can sample so
 
+    def check_group_size(self, size: int) -> None:
+        """Raise if the trunks leave no rollout of a group to fork."""
+        if (trunks := getattr(self, "trunks", 0)) >= size:
+            raise RecipeError(
+                f"{trunks} trunks take a whole group of {size}, so nothing would fork; write --group-size {2 * trunks}, or fewer "
+                "trunks"
+            )
+
     def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
         return self.grow(request, request.sessions())
 
@@ -357,7 +365,10 @@ FORCED = "forced"  # fact: 1 where the opening was given
 
 class ForcedModes(Strategy):
     """Of each group ``forced`` rollouts begin with each of the ``openings``, texts separated by |, the cheapest mode first. Their
-    ids are context and are not trained on. The other rollouts choose for themselves. Facts: ``mode`` and ``forced``."""
+    ids are context and are not trained on. The other rollouts choose for themselves. Facts: ``mode`` and ``forced``.
+
+    Modes are closed: a rollout that writes the opening of a more expensive mode later on (it begins to answer, and calls the tool
+    all the same) is of that mode."""
 
     openings: str = "answer:|<tool_call>"
     forced: int = 2
@@ -388,8 +399,10 @@ class ForcedModes(Strategy):
         supports: list[dict[str, Any]] = [{"support": Support(opening=text)} if text else {} for text in openings]
         marked = []
         for t, forced in zip(await request.play_each(sessions, supports), map(bool, openings)):
-            said = next((str(m.get("content") or "") for m in t.messages if m.get("role") == "assistant"), "")
-            mode = next((n for n, text in enumerate(self.texts) if said.lstrip().startswith(text.strip())), -1)
+            said = [str(m.get("content") or "").lstrip() for m in t.messages if m.get("role") == "assistant"]
+            first = next((n for n, text in enumerate(self.texts) if said and said[0].startswith(text.strip())), -1)
+            later = [n for n, text in enumerate(self.texts) if n > first >= 0 and any(text.strip() in s for s in said)]
+            mode = max([first, *later])
             marked.append(replace(t, facts={**t.facts, MODE: float(mode), FORCED: float(forced)}))
         return request.grown(marked)
 

@@ -97,11 +97,12 @@ class TreeStrategy(Strategy):
 
 
 class AfterToolResults(TreeStrategy):
-    """``trunks`` trajectories from the prompt. Before each later turn a trajectory is forked with probability
-    clip(chance + weight·(H − H₀), 0, 1), up to ``width`` − 1 times: H is the mean entropy of the first ``looks`` tokens of the
-    turn just taken, H₀ that of the first turn. Forks are forked again. Sessions that are left start at the prompt."""
+    """``trunks`` trajectories from the prompt (0: half of the group). Before each later turn a trajectory is forked with the
+    probability clip(chance + weight·(H − H₀), 0, 1), up to ``width`` − 1 times: H is the mean entropy of the first ``looks``
+    tokens of the turn just taken, H₀ that of the first turn. Forks are forked again. Sessions that are left start at the
+    prompt."""
 
-    trunks: int = number(8, least=1)
+    trunks: int = number(0, least=0)
     width: int = number(2, least=1)
     chance: float = number(0.5, least=0, most=1)
     weight: float = 0.2
@@ -110,7 +111,7 @@ class AfterToolResults(TreeStrategy):
     vocabulary: int = 0  # entropies are divided by its logarithm; 0: not divided
 
     async def extend(self, tree: TreeGrowth) -> None:
-        newest = await tree.play([None] * self.trunks)
+        newest = await tree.play([None] * (self.trunks or (tree.request.size + 1) // 2))
         while tree.free:
             starts = [point for episode in newest for point in self._forks(tree.request.group, episode)]
             newest = await tree.play(starts or [None])
