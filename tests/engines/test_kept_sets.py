@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.generators import SHAPE, generator, make
 from support.prompting import ask, family, peaked, prompts
@@ -98,6 +98,7 @@ def masked_softmax(h, w, b, y, t, rows):
     n=st.integers(0, 9), v=st.integers(1, 12), chunk=st.sampled_from([None, 1, 2, 3, 100]), bias=st.booleans(),
     entropy=st.booleans(), seed=st.integers(0, 999), own=st.booleans(), masks=st.booleans(),
 )  # fmt: skip
+@example(n=1, v=1, chunk=None, bias=False, entropy=False, seed=0, own=False, masks=True)  # no row has a mask
 def test_values_and_gradients_are_those_of_a_softmax_over_the_set(n, v, chunk, bias, entropy, seed, own, masks):
     h, w, b, y, t, rows, sets = rows_with_sets(n, v, seed)
     sets = with_masks(sets, rows, v) if masks else sets

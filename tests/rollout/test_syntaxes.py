@@ -322,12 +322,13 @@ SHARDS = [
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.sampled_from(SHARDS), max_size=12))
+@example(["<tool_call>", '"', "</tool_call>", '"'])
 def test_hermes_is_read_as_before(pieces):
     text = "".join(pieces)
     old, new = old_parse(text), read_turn(text)
     if new.calls != old.calls:  # a text of the JSON that holds the closing tag is now read
         assert "</tool_call>" in json.dumps([call.arguments for call in new.calls]) or "</tool_call>" in str(new.calls)
-    else:
+    elif "Unterminated string" not in str(old.faults):  # which a closing tag inside the JSON now ends no longer
         assert (new.text, new.faults) == (old.text, old.faults)
 
 

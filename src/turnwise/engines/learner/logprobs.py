@@ -276,7 +276,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 factor = g_logp[rows] * inverse[rows]
                 chunk = sets.of_chunk(a // ctx.size, weight.shape[0])
                 chunk.add_gradient(d, p_sets[chunk.span], targets[rows], factor)
-                if scaled is not None:
+                if scaled is not None and chunk.allowed is not None:
                     chunk.add_mask_gradient(d, scaled, sums[rows], targets[rows], factor)
             if grad_b is not None:
                 grad_b += d.sum(0)
