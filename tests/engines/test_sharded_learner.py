@@ -6,6 +6,7 @@ comparisons are in float64, where the two may differ by the order of sums only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -105,6 +106,28 @@ def test_two_ranks_serve_every_method():
     try:
         names = [name for name in recipes.METHODS if served(name)]
         assert [wrong for name in names for wrong in differences(Case(name), pool)] == []
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads the sockets of Linux")
+def test_ranks_of_one_machine_listen_on_loopback_alone():
+    """What is sent between ranks is unpickled: from another machine nobody may connect."""
+    pool = RankPool(2)
+    try:
+        held = set()
+        for pid in (os.getpid(), pool.processes[0].number):
+            for entry in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    held.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+        addresses = []
+        for name in ("tcp", "tcp6"):
+            with open(f"/proc/net/{name}", encoding="utf-8") as table:
+                rows = [line.split() for line in list(table)[1:]]
+            addresses += [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
+        loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+        assert addresses and set(addresses) <= loopback
     finally:
         pool.close()
 

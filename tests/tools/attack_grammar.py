@@ -3,13 +3,16 @@
 supervisor  what the host side will walk, measure and remove: odd trees, swapped while that happens
 space       a way to make a file, a way to fill it, a way to hide it: what is held must not exceed the limit
 signs       a mark on something that other sessions or the host can see, or a look at theirs
+protocol    what is sent in place of a reply: its header, its content, its form, by whom and when
+exhaustion  which resource, in which portions, by whom, and what happens to it at the limit
+hang        what never ends, where it is called from, and how it is shielded
 """
 
 # ruff: noqa: E501 (lines of attacks are data)
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attacks import COLUMN, Attack
 
@@ -180,14 +183,219 @@ def _signs(draw: random.Random) -> tuple[str, str]:
     return f"{sign} on {file}, {', '.join(map(str, choices.values()))}", f"F = {file}\n{code}"
 
 
-GRAMMARS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"supervisor": _supervisor, "space": _space, "signs": _signs}
+HEADERS = {
+    "its length": "len(b)", "one less": "max(len(b) - 1, 0)", "one more": "len(b) + 1", "nothing": "0", "too long": "1 << 20",
+    "negative": "0xffffffff", "half": "len(b) // 2", "most": "0x7fffffff",
+}  # fmt: skip
+IDS = {
+    "the request's": "request_id()", "none": "None", "another": "'0' * 16", "a number": "7", "a list": "['x']", "a long one": "'9' * 9999",
+    "half a character": "'\\ud800'", "true": "True", "nested": "{'id': request_id()}",
+}  # fmt: skip
+OUTPUTS = {
+    "a text": "'4'", "a long text": "'x' * (1 << 16)", "longer than a frame": "'x' * (1 << 22)", "a list": "['4']", "nothing": "None",
+    "half characters": "'\\ud800' * 999", "escapes": "'\\x1b]0;x\\x07\\x1b[2J\\x9b' * 99", "deep": "deep(9000)", "infinite": "1e999", "not a number": "0 * 1e999",
+    "a number": "10 ** 4000", "direction": "'\\u202e\\u2066' * 99", "zeros": "'\\0' * 999",
+}  # fmt: skip
+FORMS = {
+    "JSON": "json.dumps(m).encode()", "UTF-16": "json.dumps(m).encode('utf-16')", "with a mark": "b'\\xef\\xbb\\xbf' + json.dumps(m).encode()",
+    "twice the keys": "json.dumps(m).encode()[:-1] + b',' + json.dumps(m).encode()[1:]", "with a tail": "json.dumps(m).encode() + b'{}'",
+    "a list": "json.dumps([m]).encode()", "blanks": "json.dumps(m).encode() + b' ' * 5000", "Latin": "json.dumps(m, ensure_ascii=False).encode('utf-8', 'surrogatepass')",
+    "pickle": "__import__('pickle').dumps(m)", "a text": "json.dumps(json.dumps(m)).encode()", "random": "os.urandom(99)",
+}  # fmt: skip
+WRITERS = {
+    "the call": "act()",
+    "a thread": "import threading; threading.Thread(target=act, daemon=True).start()",
+    "a later thread": "import threading; threading.Timer(0.02, act).start()",
+    "a child": "if os.fork() == 0: act(); os._exit(0)",
+    "a later child": "if os.fork() == 0: __import__('time').sleep(0.05); act(); os._exit(0)",
+    "an exit handler": "import atexit; atexit.register(act); sys.exit()",
+    "a finalizer": "class F:\n  def __del__(self): act()\nF()",
+    "a trace": "sys.settrace(lambda *a: (sys.settrace(None), act())[0])\n(lambda: 0)()",
+    "the printing of a value": "class R:\n  def __repr__(self): act(); return 'R'\nprint(R())",
+}  # fmt: skip
+WAYS = {
+    "at once": "os.write(3, frame)",
+    "in single bytes": "[os.write(3, frame[i:i + 1]) for i in range(min(len(frame), 500))]",
+    "many times": "[os.write(3, frame) for _ in range(200)]",
+    "and again and again": "import time\n  for _ in range(60): os.write(3, frame); time.sleep(0.005)",
+    "with descriptors": "socket.send_fds(socket.socket(fileno=os.dup(3)), [frame], [0, 1, 2])",
+    "and closes": "os.write(3, frame); os.close(3)",
+    "and stops sending": "os.write(3, frame); socket.socket(fileno=os.dup(3)).shutdown(socket.SHUT_WR)",
+    "and dies": "os.write(3, frame); os._exit(0)",
+    "and reads the next request": "os.write(3, frame); socket.socket(fileno=os.dup(3)).setblocking(False); os.read(3, 1 << 20)",
+    "half of it": "os.write(3, frame[:len(frame) // 2])",
+    "out of band": "socket.socket(fileno=os.dup(3)).send(frame, socket.MSG_OOB)",
+}  # fmt: skip
+REPLY = """
+import json
+def request_id():
+    f = sys._getframe()
+    while f:
+        if 'request' in f.f_locals: return f.f_locals['request']['id']
+        f = f.f_back
+    return ''
+def deep(n):
+    x = []
+    for _ in range(n): x = [x]
+    return x
+def act():
+  sys.setrecursionlimit(20000)
+  m = {"id": ID, "ok": OK, "output": OUTPUT}
+  EXTRA
+  try: b = FORM
+  except (ValueError, RecursionError): b = b'[' * 9000
+  frame = (HEADER).to_bytes(4, 'big') + b
+  WAY
+"""
+EXTRAS = ("", "m['fault'] = 'x'", "m['ready'] = True", "m['ended'] = 1; m['status'] = 0", "del m['ok']", "m['reason'] = 'x' * 9999", "m.clear()")
 
 
-def drawn(seed: int, count: int) -> tuple[Attack, ...]:
+def _protocol(draw: random.Random) -> tuple[str, str]:
+    names = [draw.choice(sorted(words)) for words in (HEADERS, IDS, OUTPUTS, FORMS, WAYS, WRITERS)]
+    header, number, output, form, way, writer = names
+    ok, extra = draw.choice(("True", "False", "1", "None", "'true'")), draw.choice(EXTRAS)
+    parts = {"ID": IDS[number], "OK": ok, "OUTPUT": OUTPUTS[output], "EXTRA": extra or "pass", "FORM": FORMS[form]}
+    code = REPLY
+    for word, value in (*parts.items(), ("HEADER", HEADERS[header]), ("WAY", WAYS[way])):
+        code = code.replace(word, value, 1)
+    name = f"length {header}, id {number}, ok {ok}, output {output}, as {form}, {extra or 'no more'}; {writer}, {way}"
+    return name, code + WRITERS[writer]
+
+
+RESOURCES = {
+    "memory": "bytearray(SIZE)", "zeroed memory": "bytes(SIZE)", "text": "'\\U0001f600' * (SIZE // 4)", "objects": "[{} for _ in range(SIZE // 64)]",
+    "a mapping": "fill(mmap.mmap(-1, SIZE))", "a private mapping": "fill(mmap.mmap(-1, SIZE, flags=2))", "a file in memory": "mapped(libc.memfd_create(b'm', 0))",
+    "a pipe": "full(os.pipe()[1])", "a pair of sockets": "full(pair())", "a number": "1 << SIZE * 8", "a stack": "threading.stack_size(min(max(SIZE, 1 << 15), 1 << 28)) or started()",
+    "a child": "child()", "a descriptor": "os.dup(0)", "a thread": "started()", "a group of children": "os.setpgid(child(), 0)", "a new session": "child(os.setsid)",
+    "output": "print('x' * SIZE)", "output of children": "child(lambda: os.write(1, bytes(1 << 16)))", "errors": "os.write(2, bytes(min(SIZE, 1 << 16)))",
+    "attributes": "[setattr(sys, f'a{len(held)}_{i}', i) for i in range(SIZE >> 10)]", "compiled code": "compile('x = 1\\n' * (SIZE >> 6), 'c', 'exec')",
+    "timers": "threading.Timer(99, print).start()", "a pattern": "__import__('re').compile('(a|b|' * 99 + 'x' + ')' * 99 + 'y' * (len(held) + 1))",
+}  # fmt: skip
+ENDS = {
+    "keeps it": "held.append(x)", "gives it back": "pass", "keeps it twice": "held.append((x, bytes(SIZE)))",
+    "catches the error and asks again": "held.append(x); again = True", "in a ring": "held.append([x, held])",
+}  # fmt: skip
+EXHAUST = """
+import mmap, threading, time
+held, again, SIZE, until = [], False, {size}, time.monotonic() + 0.6
+def fill(m):
+    for i in range(0, len(m), 4096): m[i] = 1
+    return m
+def mapped(f):
+    os.ftruncate(f, SIZE); return fill(mmap.mmap(f, SIZE))
+def pair():
+    p = socket.socketpair(); held.append(p); return p[0].fileno()
+def full(f):
+    os.set_blocking(f, False)
+    try:
+        while True: os.write(f, bytes(1 << 16))
+    except BlockingIOError: return f
+def started():
+    t = threading.Thread(target=time.sleep, args=(5,), daemon=True); t.start(); return t
+def child(act=lambda: 0):
+    pid = os.fork()
+    if pid == 0:
+        try: act(); x = bytearray(SIZE); time.sleep(5)
+        finally: os._exit(0)
+    return pid
+def take():
+    global again
+    for n in range(3000):
+        if time.monotonic() > until: return
+        try:
+            x = WHAT
+            END
+        except (OSError, MemoryError, OverflowError, RuntimeError, ValueError, SyntaxError, RecursionError):
+            if not again: return
+"""
+TAKERS = {
+    "the call": "take()",
+    "four threads": "ts = [threading.Thread(target=take) for _ in range(4)]; [t.start() for t in ts]; [t.join() for t in ts]",
+    "three children": "for _ in range(3):\n  if os.fork() == 0: take(); os._exit(0)\ntake()",
+    "after the call": "threading.Thread(target=take, daemon=True).start()",
+    "and dies": "take(); os.kill(os.getpid(), 9)",
+    "and never ends": "take()\nwhile True: time.sleep(1)",
+    "the printing of a value": "class R:\n  def __repr__(self): take(); return 'R'\nprint(R())",
+}  # fmt: skip
+KEPT = "\nimport resource\ngot = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > {memory}"
+
+
+def _exhaustion(draw: random.Random) -> tuple[str, str]:
+    resource, end, taker = (draw.choice(sorted(words)) for words in (RESOURCES, ENDS, TAKERS))
+    size = draw.choice((1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 27))
+    code = EXHAUST.replace("{size}", str(size)).replace("WHAT", RESOURCES[resource]).replace("END", ENDS[end])
+    return f"{resource} of {size}, {end}; {taker}", code + TAKERS[taker] + KEPT
+
+
+LOOPS = {
+    "a loop": "while True: pass", "sleep": "time.sleep(999)", "sleep in C": "libc.sleep(999)", "a lock": "threading.Lock().acquire() and l.acquire() and l.acquire()",
+    "the channel": "[os.read(3, 1) for _ in iter(int, 1)]", "a pipe": "os.read(os.pipe()[0], 1)", "a signal": "signal.sigwait([10])", "a pattern": "re.match('(a*)*b', 'a' * 99)",
+    "a power": "10 ** 10 ** 10", "a pause": "signal.pause()", "a poll": "select.poll().poll()", "a child": "os.waitpid(child(), 0)", "a sort": "sorted(iter(int, 1))",
+    "a regular file": "[os.pread(0, 1, 0) for _ in iter(int, 1)]", "a digit": "str(7 ** 10 ** 7)", "a hash": "len({H() for _ in range(10 ** 5)})",
+    "a stop": "os.kill(os.getpid(), 19)", "an import": "__import__('m')", "a generator": "sum(1 for _ in iter(int, 1))",
+}  # fmt: skip
+SHIELDS = {
+    "nothing": "", "catches everything": "", "ignores signals": "for s in {*range(1, 65)} - {9, 19, 32, 33}: signal.signal(s, signal.SIG_IGN)",
+    "blocks signals": "signal.pthread_sigmask(0, range(1, 65))", "no recursion limit": "sys.setrecursionlimit(10 ** 9)", "no switch of threads": "sys.setswitchinterval(99)",
+    "no collector": "import gc; gc.disable(); gc.set_threshold(0)", "its own group": "os.setpgid(0, 0)", "low priority": "os.nice(19)", "a new session": "os.setsid()",
+    "no exit": "os._exit = sys.exit = lambda *a: None", "a name": "libc.prctl(15, b'sleep', 0, 0, 0)", "no death signal": "libc.prctl(1, 0, 0, 0, 0)",
+    "an alarm": "signal.signal(14, lambda *a: forever()); signal.setitimer(0, 0.01, 0.01)",
+}  # fmt: skip
+PLACES_OF_CALLS = {
+    "the call": "forever()",
+    "a thread that is waited for": "t = threading.Thread(target=forever); t.start(); t.join()",
+    "every thread": "[threading.Thread(target=forever).start() for _ in range(4)]; forever()",
+    "a child and the call": "child(forever); forever()",
+    "a finalizer": "class F:\n  def __del__(self): forever()\nF()",
+    "a printed value": "class R:\n  def __repr__(self): forever()\nR()",
+    "the text of an error": "class E(Exception):\n  def __str__(self): forever()\nraise E",
+    "an exit handler": "import atexit; atexit.register(forever); sys.exit()",
+    "a trace": "sys.settrace(lambda *a: forever())\n(lambda: 0)()",
+    "a collection": "import gc; gc.callbacks.append(lambda *a: forever()); gc.collect()",
+    "an import": "sys.meta_path.insert(0, type('I', (), {'find_spec': lambda *a: forever()})()); import nothing_there",
+    "standard output": "sys.stdout = type('O', (), {'write': lambda *a: forever(), 'take': lambda *a: forever()})(); print(1)",
+    "a comparison": "class C:\n  def __eq__(self, o): forever()\n  __hash__ = lambda s: 1\n{C(), C()}",
+    "a codec": "__import__('codecs').register(lambda n: forever()); b''.decode('no-such-codec')",
+}  # fmt: skip
+HANG = """
+import re, select, signal, threading, time
+l = threading.Lock()
+class H:
+  __hash__ = lambda s: 1
+  __eq__ = lambda s, o: False
+def child(act=signal.pause):
+  pid = os.fork()
+  if pid == 0: act(); os._exit(0)
+  return pid
+def forever():
+  try: exec({shield}, globals())
+  except (OSError, ValueError): pass
+  while True:
+    try: exec({loop}, globals())
+    except BaseException:
+      if not {catches}: raise
+"""
+
+
+def _hang(draw: random.Random) -> tuple[str, str]:
+    loop, shield, place = (draw.choice(sorted(words)) for words in (LOOPS, SHIELDS, PLACES_OF_CALLS))
+    values = {"{shield}": repr(SHIELDS[shield]), "{loop}": repr(LOOPS[loop]), "{catches}": str(shield == "catches everything")}
+    code = HANG
+    for word, value in values.items():
+        code = code.replace(word, value)
+    return f"{loop}, {shield}, {place}", code + PLACES_OF_CALLS[place]
+
+
+GRAMMARS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "supervisor": _supervisor, "space": _space, "signs": _signs, "protocol": _protocol, "exhaustion": _exhaustion, "hang": _hang,
+}  # fmt: skip
+
+
+def drawn(seed: int, count: int, kinds: Sequence[str] = tuple(GRAMMARS)) -> tuple[Attack, ...]:
     """``count`` different attacks, of each kind in turn."""
     draw, out = random.Random(seed), dict[tuple[str, str], Attack]()
     while len(out) < count:
-        kind = list(GRAMMARS)[len(out) % len(GRAMMARS)]
+        kind = kinds[len(out) % len(kinds)]
         name, code = GRAMMARS[kind](draw)
-        out.setdefault((kind, name), Attack(kind, name, code))
+        out.setdefault((kind, name), Attack(kind, name, code, slow=kind == "hang"))
     return tuple(out.values())

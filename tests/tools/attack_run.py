@@ -32,6 +32,7 @@ from attacks import Attack, all_attacks
 from turnwise.tools import PythonTool, SandboxLimits, SandboxSession
 
 LIMITS = SandboxLimits(wall_seconds=1.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
+PAUSES = (0.0, 0.1, 0.3, 0.5, 0.5)  # between calls, while a thread that the attack left behind still prints
 PATIENCE = 30.0  # seconds until an attack has hung, on a busy machine
 PROMISED = {"limits": ("exhaustion", "hang", "protocol")}  # other rungs promise everything
 PRELUDE = """
@@ -109,9 +110,11 @@ class Target:
         return {
             "folder": folder, "secret": folder / "secret", "fifo": folder / "fifo", "stream": folder / "stream",
             "datagrams": folder / "datagrams", "name": self.name, "port": self._tcp.getsockname()[1], "host": os.getpid(),
-            "parent": os.getppid(), "victim": self._victim.pid, "segment": self._segment, "neighbour": pid,
-            "neighbour_home": home,
-            "locked": self._locked.name, "limit": LIMITS.scratch_bytes, "root": Path(__file__).resolve().parents[2],
+            # an orphan's parent is 1, which is also the number of a session in its own namespace
+            "parent": os.getppid() if os.getppid() > 1 else os.getpid(),
+            "victim": self._victim.pid, "segment": self._segment, "neighbour": pid, "neighbour_home": home,
+            "locked": self._locked.name, "limit": LIMITS.scratch_bytes, "memory": LIMITS.memory_bytes,
+            "root": Path(__file__).resolve().parents[2],
         }  # fmt: skip
 
     def code(self, attack: Attack) -> str:
@@ -162,7 +165,7 @@ def attempt(target: Target, session: SandboxSession, attack: Attack) -> AttackOu
             fault = "it reached what it must not reach"
         if target.token in answer:
             fault = "it read a secret"
-        if session.run("2 + 2").output != "4" and session.run("2 + 2").output != "4":
+        if not any(session.run("2 + 2").output == "4" or time.sleep(pause) for pause in PAUSES):
             fault = fault or "the session does not answer any more"
     except Exception as error:
         answer, fault = "", f"the host raised {error!r}"

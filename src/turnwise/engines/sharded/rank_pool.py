@@ -173,11 +173,15 @@ class RankPool:
     def _start(self, started: TorchrunRank | None) -> None:
         start = {"device": self.device.type, "threads": self.threads}
         if started is None:
-            own_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.store: dist.Store = own_store
+            # our own socket: torch's would listen on every interface, and what is in the store is unpickled
+            listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+            port = int(listener.getsockname()[1])
+            self.store: dist.Store = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             for peer in self.peers:
                 place = TorchrunRank(peer.rank, self.size, peer.rank, self.size, 0, "127.0.0.1")
-                peer.process = WorkerProcess(WORKER, own_store.port, asdict(place), start)
+                peer.process = WorkerProcess(WORKER, port, asdict(place), start)
         else:
             self.store = open_store(started)
             self.store.set(START, json.dumps(start))
