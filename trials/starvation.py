@@ -24,12 +24,14 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from tests.support.chat_servers import ChatStub, serving
+from tests.support.judged import judge
 from trials.commands import FORKS, command
 from trials.moments import family
 from trials.outcome import Outcome, Results
 
 SEED = 33
-LIMIT = 240.0  # seconds that a run may take: only a hang reaches it
+LIMIT = 600.0  # seconds that a run may take: only a hang reaches it
 STEPS = 5
 CALCULATOR = ["--env", "calculator", "--difficulty", "1"]
 WHO = {
@@ -38,6 +40,8 @@ WHO = {
     "episodes in two processes": [*CALCULATOR, "--env-processes", "2"],
     "code reward": ["--data", "ROWS", "--reward", "code"],
     "local generator": [*CALCULATOR, "--generator", "local"],
+    "two ranks": [*CALCULATOR, "--ranks", "2"],
+    "served judge": [*CALCULATOR, "--judge", "JUDGE", "--judge-seconds", "10"],
 }
 ROOM = 64 << 20  # bytes of a disk or of shared memory that is filled
 BEFORE = "not met"  # the run was over at that moment, or had no such process yet: not counted
@@ -153,12 +157,24 @@ def _stop(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release 
     return lambda: _signal(child, signal.SIGCONT)
 
 
+def _slow(pid: int, out: Path, attempt: Attempt, rng: random.Random) -> Release | None:
+    """The processes of the run together get a quarter to three quarters of one core."""
+    group = CORES / f"turnwise-trial-{pid}"
+    group.mkdir()
+    for one in family(pid):
+        with contextlib.suppress(OSError):
+            (group / "cgroup.procs").write_text(str(one))
+    period = int((group / "cpu.cfs_period_us").read_text())
+    (group / "cpu.cfs_quota_us").write_text(str(int(period * (0.25 + attempt.scarce / 2))))
+    return lambda: None if not group.is_dir() else _write(group / "cpu.cfs_quota_us", "-1")
+
+
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-PIDS = Path("/sys/fs/cgroup/pids")
+PIDS, CORES = Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup/cpu")
 WHAT: dict[str, Callable[[int, Path, Attempt, random.Random], Release | None]] = {
     "open files": _limits(resource.RLIMIT_NOFILE, lambda pid: 60),
     "memory": _limits(resource.RLIMIT_AS, lambda pid: 300 << 20),
@@ -168,6 +184,7 @@ WHAT: dict[str, Callable[[int, Path, Attempt, random.Random], Release | None]] =
     "shared memory": _shared_memory,
     "a killed child": _kill,
     "a stopped child": _stop,
+    "a slow processor": _slow,
 }
 
 
@@ -175,8 +192,9 @@ WHAT: dict[str, Callable[[int, Path, Attempt, random.Random], Release | None]] =
 def missing() -> dict[str, str]:
     """What this machine does not let us starve a run of, and why."""
     if os.geteuid():
-        return dict.fromkeys(("processes", "disk", "shared memory"), "needs root")
-    return {} if os.access(PIDS / "cgroup.procs", os.W_OK) else {"processes": f"needs {PIDS}"}
+        return dict.fromkeys(("processes", "disk", "shared memory", "a slow processor"), "needs root")
+    groups = {"processes": PIDS, "a slow processor": CORES}
+    return {what: f"needs {path}" for what, path in groups.items() if not os.access(path / "cgroup.procs", os.W_OK)}
 
 
 # ---------------------------------------------------------------------------- a run
@@ -186,8 +204,8 @@ def trial(attempts: int, results: Results, progress: Callable[[str], None], seed
     for what, why in missing().items():
         progress(f"starvation: {what} is left out: {why}")
     progress(f"starvation: seed {seed}")
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, serving(ChatStub(judge)) as url:
+        bench = Bench(Path(scratch), url)
         counted = 0
         for attempt in draw(seed):
             if counted >= attempts:
@@ -205,8 +223,8 @@ def trial(attempts: int, results: Results, progress: Callable[[str], None], seed
 class Bench:
     """A small model, rows, and of each kind of run one that is not starved."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, judge_url: str) -> None:
+        self.folder, self.judge_url = folder, judge_url
         self.rows = folder / "rows.jsonl"
         tasks = [{"prompt": f"Write a function f that adds {n}.", "tests": [f"assert f(1) == {n + 1}"]} for n in range(40)]
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in tasks))
@@ -221,7 +239,8 @@ class Bench:
         return self.folder / "model" / "out" / "run" / "model"
 
     def _flags(self, who: str) -> list[str]:
-        return [*("--model", str(self.model())), *(str(self.rows) if f == "ROWS" else f for f in WHO[who]), *small()]
+        values = {"ROWS": str(self.rows), "JUDGE": self.judge_url}
+        return [*("--model", str(self.model())), *(values.get(f, f) for f in WHO[who]), *small()]
 
     def _undisturbed(self, who: str) -> Path:
         folder = self.folder / f"undisturbed {who}"
@@ -248,8 +267,9 @@ class Bench:
                     _signal(one, signal.SIGKILL)
                 if release is not None:
                     release()
-                with contextlib.suppress(OSError):
-                    (PIDS / f"turnwise-trial-{process.pid}").rmdir()
+                for groups in (PIDS, CORES):
+                    with contextlib.suppress(OSError):
+                        (groups / f"turnwise-trial-{process.pid}").rmdir()
             result, fault = verdict(ended, folder / "out" / "run", whole)
         shutil.rmtree(folder, ignore_errors=True)
         return (result if starved or fault else BEFORE), fault, ended[2]

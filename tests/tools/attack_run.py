@@ -32,7 +32,7 @@ from attacks import Attack, all_attacks
 from turnwise.tools import PythonTool, SandboxLimits, SandboxSession
 
 LIMITS = SandboxLimits(wall_seconds=1.0, cpu_seconds=20, memory_bytes=256 << 20, processes=8, scratch_bytes=4 << 20)
-PAUSES = (0.0, 0.1, 0.3, 0.5, 0.5)  # between calls, while a thread that the attack left behind still prints
+PRINTING = 10.0  # seconds for which a thread that an attack left behind may print into later answers of its own session
 PATIENCE = 30.0  # seconds until an attack has hung, on a busy machine
 PROMISED = {"limits": ("exhaustion", "hang", "protocol")}  # other rungs promise everything
 PRELUDE = """
@@ -165,7 +165,10 @@ def attempt(target: Target, session: SandboxSession, attack: Attack) -> AttackOu
             fault = "it reached what it must not reach"
         if target.token in answer:
             fault = "it read a secret"
-        if not any(session.run("2 + 2").output == "4" or time.sleep(pause) for pause in PAUSES):
+        patience = time.monotonic() + PRINTING
+        while (last := session.run("2 + 2").output) != "4" and time.monotonic() < patience:
+            time.sleep(0.1)
+        if last != "4":
             fault = fault or "the session does not answer any more"
     except Exception as error:
         answer, fault = "", f"the host raised {error!r}"

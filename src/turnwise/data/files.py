@@ -31,6 +31,10 @@ JSON_LINES = {".jsonl", ".ndjson", ""}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 FORMATS = "a .jsonl, .json, .csv, .tsv (each also .gz) or .parquet file"
 MAX_FIELD = 10_000_000  # characters of one CSV field
+# what a compressed file may hold: text and tables of any kind stay far below, and what is made to fill the memory does not
+MAX_EXPANSION, SMALL_BYTES = 200, 1 << 30
+BATCH = 16_384  # rows that are read together
+VALUE_BYTES = 64  # of one value as a Python object, beside its text
 REPORT_SECONDS = (2.0, 10.0)  # until the first report of how far a large file is read, and between two
 Stored = bytes | dict[str, Any]  # a row: a line of JSON, or its columns
 log = logging.getLogger(__name__)
@@ -130,7 +134,7 @@ def digest(path: str | Path) -> str:
 def _text(path: Path) -> Iterator[tuple[int, Stored]]:
     suffix = path.suffixes[-2] if path.suffix == ".gz" and len(path.suffixes) > 1 else path.suffix
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+        with _Unzipped(path) if path.suffix == ".gz" else path.open("rb") as stream:
             if suffix in JSON_LINES:
                 yield from _lines(path, stream)
                 return
@@ -215,10 +219,88 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{path} is Parquet, which needs the package pyarrow; pip install 'turnwise-rl[data]', or write JSON Lines"
         ) from None
     try:
-        values = parquet.read_table(path).to_pylist()
+        yield from enumerate(map(without_nulls, _parquet_values(path, parquet)), start=1)
+    except SettingError:
+        raise
     except Exception as fault:  # pyarrow's errors have no common base class
         raise SettingError(f"{path} cannot be read as Parquet: {str(fault).splitlines()[0]}") from fault
-    yield from enumerate(map(without_nulls, values), start=1)
+
+
+def _parquet_values(path: Path, parquet: Any) -> Iterator[dict[str, Any]]:
+    """The rows, a few at a time. Values that are alike share one copy until we know that all of them fit."""
+    room = Room(path)
+    with parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+        columns = [group.column(n) for group in groups for n in range(group.num_columns)]
+        room.take(sum(c.total_uncompressed_size + VALUE_BYTES * c.num_values for c in columns))
+        leaves = [file.schema.column(n) for n in range(file.metadata.num_columns)]
+    shared = [
+        leaf.path
+        for leaf in leaves
+        if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in ("STRING", "JSON", "NONE")
+    ]
+    room = Room(path)
+    with parquet.ParquetFile(path, read_dictionary=shared) as file:
+        for batch in file.iter_batches(BATCH):
+            room.take(sum(map(_expanded, batch.columns)))
+            yield from batch.to_pylist()
+
+
+def _expanded(array: Any) -> int:
+    """The bytes of an Arrow array as Python values, each with a copy of its own."""
+    import pyarrow
+    from pyarrow import compute
+
+    size = VALUE_BYTES * len(array)
+    if isinstance(array, pyarrow.DictionaryArray):
+        counts = compute.value_counts(array.indices.drop_null())
+        lengths = compute.binary_length(array.dictionary.take(counts.field("values")))
+        return size + int(compute.sum(compute.multiply(lengths.cast("int64"), counts.field("counts"))).as_py() or 0)
+    if not pyarrow.types.is_nested(array.type):
+        return size + int(array.nbytes)
+    parts = array.flatten()
+    return size + sum(map(_expanded, parts if isinstance(parts, list | tuple) else [parts]))
+
+
+class Room:
+    """How much a compressed file may still hold: a file of a few kilobytes can describe more than any machine has."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, path.stat().st_size
+        self.left = max(SMALL_BYTES, MAX_EXPANSION * self.size)
+
+    def take(self, size: int) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise SettingError(
+                f"{self.path} has {self.size:,} bytes and expands to more than {MAX_EXPANSION} times as many and more than "
+                f"{SMALL_BYTES >> 20:,} MiB: it would fill the memory; if you trust it, unpack it to JSON Lines"
+            )
+
+
+class _Unzipped(io.BufferedReader):
+    """A gzipped file, as far as there is room for it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(_Gunzip(path), 1 << 16)
+
+
+class _Gunzip(io.RawIOBase):
+    def __init__(self, path: Path) -> None:
+        self.room, self.stream = Room(path), gzip.open(path)  # noqa: SIM115
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.stream.read(len(buffer))
+        self.room.take(len(data))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
 
 
 def without_nulls(value: Any) -> Any:
