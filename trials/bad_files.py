@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trials.cases import Case, text_file
@@ -76,6 +77,23 @@ PROMPTS: dict[str, tuple[str, str | bytes]] = {
     "some answers missing": ("p.jsonl", _lines(*[{"prompt": f"a{n}", **({"answer": "1"} if n % 2 else {})} for n in range(40)])),
     "one row": ("p.jsonl", _lines({"prompt": "a", "answer": "1"})),
 }  # fmt: skip
+def _gzip_bomb(folder: Path) -> None:
+    """Five gigabytes of lines in five megabytes: one member again and again."""
+    (folder / "bomb.jsonl.gz").write_bytes(gzip.compress((b"a" * 999 + b"\n") * 10_000) * 500)
+
+
+def _parquet_bomb(folder: Path) -> None:
+    """Ten gigabytes of text in less than two kilobytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    alike = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500_000, pyarrow.int32()), pyarrow.array(["a" * 20_000]))
+    parquet.write_table(pyarrow.table({"prompt": alike}), folder / "bomb.parquet", compression="zstd")
+
+
+BOMBS: dict[str, Callable[[Path], None]] = {"bomb.jsonl.gz": _gzip_bomb}
+if importlib.util.find_spec("pyarrow"):
+    BOMBS["bomb.parquet"] = _parquet_bomb
 REWARDS = {
     "raises": "def score(completion, **_):\n    raise ValueError('no')\n",
     "returns text": "def score(completion, **_):\n    return 'good'\n",
@@ -127,6 +145,9 @@ def cases() -> Iterator[Case]:
         argv = ("train", "grpo", "--dry-run", "--data", file, "--reward", "exact", *small)
         expect = "either" if name in MAY_RUN else "refused"
         yield Case("prompts", name, argv, expect, text_file(file, content))
+    for name, make in BOMBS.items():
+        argv = ("train", "grpo", "--dry-run", "--data", name, "--reward", "exact", *small)
+        yield Case("prompts", f"expands: {name}", argv, "refused", make)
     for name, source in REWARDS.items():
 
         def prepare(folder: Path, source: str = source) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trials.outcome import Outcome, faults
+from trials.suites import browser
 
 TITLES = {
     "kills": "Kills",
@@ -15,6 +16,7 @@ TITLES = {
     "fuzz": "Fuzzed episodes",
     "sandbox": "Attacks on the sandbox",
     "starvation": "Starved runs",
+    "tests": "Tests that attack",
 }
 TEXTS = {
     "kills": """
@@ -32,23 +34,40 @@ failure, several machines, a second kill while a run is resumed.""",
 *Refused*: one message and exit status 2. *Ran*: the input is usable, or the episode that it spoils is dropped.
 *Reported*: a check names the problem. A traceback, a hang and a silent acceptance are faults.""",
     "fuzz": """
-Random and adversarial text as actions, over all difficulties and splits. No action may make an environment raise or hang.
-*Slowest* is the slowest single call.""",
+Random and adversarial text as actions, over all difficulties and splits. No action may make an environment raise or
+hang. *Slowest* is the slowest single call.""",
     "sandbox": """
-*Held*: the attack reached nothing, the host's own things are as they were, and a neighbouring session still works.
-The kinds *supervisor* (trees that the host side walks, measures and removes, swapped meanwhile), *space* (ways to make, fill and
-hide files) and *signs* (marks that others could see) are drawn from grammars, with seed 33; the others are a list. The last
-rung, `limits`, promises only what concerns exhaustion, hangs and forged replies; see [Security](security.md). This part was
-tried on ARM64, on a machine without `bwrap`: the rung `bubblewrap` was not tried again since system calls are an allow list.""",
+*Held*: the attack reached nothing, the host's own things are as they were, and a neighbouring session still works. A
+list, and grammars whose seed stands in each row: *supervisor* (trees that the host side walks, measures and removes,
+swapped meanwhile), *space* (ways to make, fill and hide files), *signs* (marks that others could see), *protocol*
+(what comes in place of a reply), *exhaustion* and *hang*. The last rung, `limits`, promises only the last three; see
+[Security](security.md).""",
     "starvation": """
-Whole small runs (calculator with the Python tool, `--isolate-env`, `--env-processes 2`, `--reward code`, `--generator local`)
-that the machine starves of open files, memory, size of files, processes, disk or shared memory, or one of whose processes is
-killed or stopped. Who, what, the moment and how long are drawn from a grammar, with seed 33. *Stopped*: a message and an exit
-status other than 0. *Ran*: exit status 0. Either way every group that was trained on is whole; a run with status 0 that gave no
-group up has the weights of one that was not starved, bit for bit. A biased batch, a hang, a traceback and an end without a
-message are faults. *Not met*: the run was over, or had no such process, at the drawn moment; not counted. Nobody tried:
-`--ranks` or Ray, a served judge, tools behind MCP, or a processor that is only slow. This part was tried on ARM64.""",
+Whole small runs (calculator with the Python tool, `--isolate-env`, `--env-processes 2`, `--reward code`, `--generator
+local`, `--ranks 2`, a served judge) that the machine starves of open files, memory, size of files, processes, disk,
+shared memory or processor time, or one of whose processes is killed or stopped. Who, what, the moment and how long
+are drawn from a grammar, with seed 33. *Stopped*: a message and an exit status other than 0. *Ran*: exit status 0.
+Either way every group that was trained on is whole; a run with status 0 that gave no group up has the weights of one
+that was not starved, bit for bit. A biased batch, a hang, a traceback and an end without a message are faults. *Not
+met*: the run was over, or had no such process, at the drawn moment; not counted.""",
+    "tests": """
+Tests that attack: wrong answers to every built-in reward and `turnwise probe-reward` on them; requests of strangers
+and of a page in a real browser to our servers, rebinding of names among them; code planted in every field of a run
+that is read; gzipped and Parquet files that expand. One row for each function; *skipped* names what was missing.""",
 }
+# not drawn from anything: what we know that the trial leaves out
+UNTRIED = """
+## What nobody tried
+
+- Bugs of the kernel, side channels of time and cache, signs between sessions through load and free memory.
+- Another user of the same machine who connects to the ports of `--ranks` on the loopback interface, or to those of
+  torchrun or Ray on a network: torch's connections have no password.
+- Starved Ray clusters, tools behind MCP, and more than one resource at a time.
+- Parquet whose metadata lies about its own pages; compressed Arrow files of a data set that was saved by `datasets`.
+- Browsers other than the one named above, its own protection of local addresses switched on, extensions.
+- A judge that is persuaded: what the text of an answer does to a model that reads it.
+- Spreadsheet formulas: nothing that we write is a CSV or TSV file (a test says so), so there was nothing to attack.
+"""
 INTRO = """# Trial
 
 What `make trial` tried, and what came out. The script writes this page from the rows in `trials/results`; a trial that is
@@ -59,10 +78,11 @@ interrupted continues where it stopped.
 def page(results: dict[str, Sequence[Outcome]], wanted: dict[str, int], commits: Iterable[str]) -> str:
     """``wanted``: the least number of attempts of each part."""
     lines = [INTRO, f"Machine: {platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores."]
+    lines += [f"Browser: {browser()}."] if "tests" in results else []
     lines += [f"Commits: {', '.join(sorted(commits))}.", "", *_overview(results, wanted)]
     for part, outcomes in results.items():
         lines += ["", f"## {TITLES[part]}", TEXTS[part], "", table(outcomes)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + f"\n{UNTRIED}"
 
 
 def _overview(results: dict[str, Sequence[Outcome]], wanted: dict[str, int]) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import turnwise
 from turnwise.core.protocols import Action, ToolCall
 from turnwise.core.text import MAX_DEPTH, clean, clean_tree, cut, printable, printable_line
 
@@ -82,3 +85,11 @@ def test_an_action_holds_clean_text(text: str, value: object) -> None:
     call = action.calls[0]
     for part in (action.text, call.name, call.id, *action.faults, json.dumps(call.arguments, ensure_ascii=False)):
         part.encode()
+
+
+def test_nothing_that_we_write_is_a_table_for_spreadsheets():
+    """Text of a model in a cell that begins with = + - or @ would be a formula there. Who adds such an export must escape it."""
+    source = Path(turnwise.__file__).parent
+    text = {path.name: path.read_text(encoding="utf-8") for path in source.rglob("*.py")}
+    assert len(text) > 300
+    assert [name for name, code in text.items() if re.search(r"csv\.(writer|DictWriter)|to_csv|write_csv|text/csv", code)] == []

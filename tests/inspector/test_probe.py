@@ -9,6 +9,7 @@ import time
 import pytest
 
 from trials.rewards import multi_turn, single_turn, sound
+from trials.rewards.built_in import BUILT_IN, NEEDS, PatternReward
 from trials.rewards.measure import environments, table
 from turnwise.cli.main import main
 from turnwise.core.protocols import Action, Step
@@ -19,6 +20,7 @@ from turnwise.inspector.probe.play import ProbeEpisode, ProbePlayer, ProbeTask, 
 from turnwise.inspector.probe.probe import probe_reward
 from turnwise.inspector.probe.search import search_acts, train_against
 from turnwise.inspector.probe.verdict import BLIND, FAILS, MORE, OraclePay, judge
+from turnwise.rewards import builtin
 
 TINY = 0.01  # minutes, where nothing is to be found
 ENOUGH = 10.0  # minutes, where something is found long before
@@ -91,6 +93,21 @@ def test_planted_loopholes_are_found(cls):
 
 def test_a_sound_environment_raises_no_alarm_by_scripts_and_search():
     assert probe_reward(sound.RepeatAfterMe, TINY).ok
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cls", BUILT_IN, ids=lambda cls: cls.__name__)
+def test_our_own_rewards_raise_no_alarm_by_scripts_and_search(cls):
+    if cls in NEEDS:
+        pytest.importorskip(NEEDS[cls])
+    report = probe_reward(cls, 0.2)
+    assert report.ok and report.episodes, [(f.about, f.verdict) for f in report.findings]
+
+
+@pytest.mark.thorough
+def test_a_built_in_reward_with_a_hole_raises_one(monkeypatch):
+    monkeypatch.setattr(PatternReward, "score", lambda self, text: builtin.regex(text, pattern=self.answer()))
+    assert not probe_reward(PatternReward, ENOUGH).ok
 
 
 def test_the_search_finds_acts_that_are_paid_again_and_again():

@@ -71,12 +71,14 @@ def resume(argv: Sequence[str]) -> int:
     for f in fields(Settings):  # every setting is parsed, so that one that cannot change is refused with the reason
         help_ = f"{f.metadata['help']} [as before]" if f.name in CHANGEABLE else argparse.SUPPRESS
         parser.add(flag(f.name), dest=f.name, metavar="X", default=None, nargs="?", const="true", help=help_)
+    about = "go on although ledger.sqlite was lost: which groups were trained on stays unknown"
+    parser.add("--new-ledger", action="store_true", help=about)
     namespace = parser.parse(argv)
     changes = {f.name: getattr(namespace, f.name) for f in fields(Settings) if getattr(namespace, f.name) is not None}
     from turnwise.training import api
 
     with progress(namespace.json) as listen:
-        summary = api.resume(namespace.run, listen, **changes)
+        summary = api.resume(namespace.run, listen, new_ledger=namespace.new_ledger, **changes)
     from turnwise.cli import display
 
     print_json(summary) if namespace.json else display.show_summary(summary)

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -241,7 +242,8 @@ def _parquet_values(path: Path, parquet: Any) -> Iterator[dict[str, Any]]:
     ]
     room = Room(path)
     with parquet.ParquetFile(path, read_dictionary=shared) as file:
-        for batch in file.iter_batches(BATCH):
+        # a batch of one group has one dictionary: nested columns cannot have several
+        for batch in chain.from_iterable(file.iter_batches(BATCH, row_groups=[n]) for n in range(len(groups))):
             room.take(sum(map(_expanded, batch.columns)))
             yield from batch.to_pylist()
 

@@ -14,6 +14,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
 from turnwise.engines.sharded.torchrun import torchrun_rank
 from turnwise.errors import SettingError
+from turnwise.store.lost_ledger import begin_ledger
 from turnwise.store.rundir import RunDir
 from turnwise.training import dry_run as dry_running
 from turnwise.training.interrupt import Result, StopSignals, in_event_loop
@@ -89,11 +90,13 @@ def resume(
     reward: Any = None,
     agent: Any = None,
     quiet: bool = False,
+    new_ledger: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """Continue a run that was stopped at any moment; ``resume(run, steps=200)`` extends one.
 
     A recipe, environment, environment argument, reward or agent that ``train`` was given as an object must be given again.
+    ``new_ledger``: go on without the ledger, which was lost.
     """
     run_dir = RunDir.open(path)
     settings = Settings.of(run_dir.metadata()["settings"])
@@ -109,6 +112,8 @@ def resume(
         refuse(plan, RESUMED)
         _trainer().check_resumed(run_dir, plan)
     message = ""
+    if new_ledger:
+        begin_ledger(run_dir)
     if changes:
         settings, message = extend(run_dir, settings, changes)
     with _listener(listen, quiet) as shown:

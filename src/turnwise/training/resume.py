@@ -32,7 +32,10 @@ OF_THE_END = ("summary.json", "evaluation_after.json", "ranking_after.json")  # 
 def check_files(run_dir: RunDir, digests: dict[str, str]) -> None:
     """Refuse to continue without the ledger, or on files whose content has changed. ``digests``: those of the data files that
     the run reads; recorded at its start."""
-    require_file(run_dir, run_dir.ledger, "which groups were trained on is unknown")
+    unknown = "which groups were trained on is unknown"
+    require_file(
+        run_dir, run_dir.ledger, unknown, f"go on without knowing: turnwise resume {run_dir.path} --new-ledger"
+    )
     for result in (*run_dir.path.glob("evaluation_*.json"), *run_dir.path.glob("ranking_*.json")):
         read_sealed(result)  # refuses a damaged one now, not after hours of training
     path = run_dir.path / "sources.json"
@@ -44,12 +47,12 @@ def check_files(run_dir: RunDir, digests: dict[str, str]) -> None:
         write_sealed(path, digests)
 
 
-def require_file(run_dir: RunDir, path: Path, consequence: str) -> None:
-    """Refuse a trained run without a file that cannot be made again."""
+def require_file(run_dir: RunDir, path: Path, consequence: str, otherwise: str = "start a new run") -> None:
+    """Refuse a trained run without a file that cannot be made again. ``otherwise``: what to do where it cannot be restored."""
     if run_dir.step and not path.is_file():
         raise StoreError(
-            f"{path} is missing, and the run has a checkpoint of step {run_dir.step}: {consequence}; restore the file, or start "
-            "a new run"
+            f"{path} is missing, and the run has a checkpoint of step {run_dir.step}: {consequence}; restore the file, or "
+            f"{otherwise}"
         )
 
 

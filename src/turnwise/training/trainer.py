@@ -59,6 +59,7 @@ from turnwise.store.checkpoint import (
 )
 from turnwise.store.ledger import SqliteLedger, WriteBehindLedger
 from turnwise.store.lock import ProcessLock
+from turnwise.store.lost_ledger import ledger_since
 from turnwise.store.rundir import RunDir
 from turnwise.training import build, engines
 from turnwise.training.agents import agent_demonstrator, play_demonstration, run_certificate
@@ -329,7 +330,12 @@ class Trainer:
             if self.opponents is not None:
                 self.opponents.load_state_dict(saved.state["opponents"])
             start = saved.step
-            check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
+            if start > (since := ledger_since(self.run_dir)):
+                check_digest(self.run_dir.ledger, saved.state.get("ledger"), ledger.digest(start))
+            if since:
+                self.events.message(
+                    f"the ledger is a new one: which groups steps 1 to {since} trained on is unknown", "warning"
+                )
         # a later one could not be read: it must not win the next resume
         discard_after(self.run_dir.checkpoints, start)
         owed = ledger.resume(start, keep_finished=not s.staleness.synchronous)
