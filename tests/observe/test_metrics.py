@@ -113,3 +113,23 @@ def test_services_pass_finite_numbers_on(name, monkeypatch):
         tracker.log(4, {"x": 1.0, "bad": float("nan")})
         tracker.close()
     assert any(verb.startswith("log") and values[:1] == ({"x": 1.0},) for verb, values, _ in fake.seen)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path, monkeypatch):
+    """Its thread ends, and a queue that nobody empties would hold the run up for ever."""
+    files = pytest.importorskip("tensorboardX.event_file_writer")
+    board = TensorBoard(tmp_path / "tb")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.EventsWriter, "write_event", full)
+    board.log(1, {"a": 1.0})
+    worker = board._writer.file_writer.event_writer._worker
+    worker.join(60)
+    assert not worker.is_alive()
+    with pytest.raises(OSError, match="its disk may be full"):
+        board.log(2, {f"m{n}": 1.0 for n in range(50)})
+    board.log(3, {"a": 1.0})
+    board.close()

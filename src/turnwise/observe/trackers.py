@@ -119,12 +119,21 @@ class TensorBoard:
         self._writer: Any = None
         for module in ("tensorboardX", "torch.utils.tensorboard"):  # the first imports in a moment, and needs no torch
             with contextlib.suppress(ImportError):
-                self._writer = importlib.import_module(module).SummaryWriter(str(directory), purge_step=resume)
+                self._writer = importlib.import_module(module).SummaryWriter(
+                    str(directory), purge_step=resume, max_queue=10_000
+                )
                 return
         warnings.warn("no TensorBoard files are written: install tensorboardX to get them", stacklevel=2)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in _finite(metrics).items() if self._writer is not None else ():
+        if self._writer is None:
+            return
+        # tensorboardX writes in a thread, which a full disk ends without a word: its queue would fill, and the run wait for ever
+        worker = getattr(self._writer.file_writer.event_writer, "_worker", None)
+        if worker is not None and not worker.is_alive():
+            self._writer = None
+            raise OSError("the thread that writes TensorBoard files has ended; its disk may be full")
+        for name, value in _finite(metrics).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
