@@ -114,7 +114,7 @@ numbers = st.floats(allow_nan=False) | st.integers(-(10**20), 10**20)
 options = st.dictionaries(
     texts, texts | numbers | st.booleans() | st.none() | st.lists(numbers, max_size=2), max_size=3
 )
-FREE_TEXT = ("env", "model", "out", "name", "template", "demos", "data", "teacher", "device", "schedule")
+FREE_TEXT = ("env", "model", "out", "name", "template", "demos", "solutions", "data", "teacher", "device", "schedule")
 
 
 @st.composite

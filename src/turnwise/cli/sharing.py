@@ -13,7 +13,7 @@ from turnwise import environments
 from turnwise.config.named_object import reading
 from turnwise.config.settings import Settings
 from turnwise.core.records import Group, Task
-from turnwise.data.export import FORMS, write_rows
+from turnwise.data.export import EXPORTED_STATES, FORMS, write_rows
 from turnwise.errors import SettingError, StoreError, nearest
 from turnwise.models.hub import hub_address
 from turnwise.rollout.renderer import Renderer
@@ -25,7 +25,6 @@ from turnwise.training.plan import EnvSpec, environment_class, resolve_settings
 
 DEMONSTRATIONS = 4  # imperfect episodes per oracle episode: the worst of them is the rejected side of a pair
 CONCURRENT_TASKS = 16
-EXPORTED_STATES = ("trained", "finished")
 PARTS = ("auto", "model", "adapter")
 
 

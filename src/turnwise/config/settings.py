@@ -151,6 +151,9 @@ class DataSection:
     demos: str = setting(
         "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
     )
+    solutions: str = setting(
+        "", "solutions for guidance: the folder of a run, or a file of dialogues; empty: the environment's or rows' own"
+    )
     demo_share: Annotated[float, "a number between 0 and 1"] = setting(
         0.2, "share of the batch for demonstrations that belong to no task of the environment"
     )

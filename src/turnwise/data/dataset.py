@@ -88,9 +88,12 @@ class Dataset:
         return len(self.rows)
 
 
-def read_dataset(path: str | Path, environment: str = "") -> Dataset:
-    """The rows of a file. All bad rows raise one error, which names every line and quotes the first few faults."""
-    path, table = Path(path), read_table(path)
+def read_dataset(
+    path: str | Path, environment: str = "", table: Sequence[tuple[int, Mapping[str, Any]]] | None = None
+) -> Dataset:
+    """The rows of a file, or those of ``table``. All bad rows raise one error, which names every line and quotes the first few
+    faults."""
+    path, table = Path(path), read_table(path) if table is None else table
     errors, rows, unused = LineErrors(path), [], Counter[str]()
     for line, columns in table:
         try:

@@ -14,6 +14,7 @@ from turnwise.core.records import Group, Message, Origin, Status, Trajectory
 from turnwise.errors import SettingError
 
 Row = dict[str, Any]
+EXPORTED_STATES = ("trained", "finished")  # of groups in a ledger
 
 
 def pairs(group: Group) -> Iterator[Row]:

@@ -6,6 +6,9 @@
     {"messages": [...]}                                      a last assistant message is the reference answer
     {"conversations": [{"from": "human", "value": ...}]}     the same as ShareGPT writes it
 
+Help for hard tasks: ``hint`` (a text) or ``hints`` (a list, from abstract to concrete), and the way to the answer:
+``solution`` (a text) or ``steps`` (a list).
+
 Knows no environment and no reward.
 """
 
@@ -22,7 +25,7 @@ from typing import Any
 
 from turnwise.core.records import Message
 from turnwise.data.dataset import InvalidRow, parse_messages, parse_tools, role_of
-from turnwise.data.files import LineErrors, Stored, parse_row, read_table, scan_table
+from turnwise.data.files import LineErrors, Stored, parse_cell, parse_row, read_table, scan_table
 from turnwise.errors import SettingError
 
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "question", "problem", "query", "instruction")
@@ -30,6 +33,7 @@ ANSWER_COLUMNS = (
     "answer", "ground_truth", "solution", "target", "final_answer", "expected_answer", "label", "completion", "response",
 )  # fmt: skip
 GROUND_TRUTH = "reward_model.ground_truth"
+ANSWER, HINTS, SOLUTION = 1, 2, 4  # what a row offers
 CANONICAL = json.JSONEncoder(sort_keys=True)
 
 
@@ -42,6 +46,13 @@ class PromptRow:
     columns: Mapping[str, Any]  # all columns by name, and ``answer`` and ``ground_truth`` wherever they were found
     answer: str | None = None  # the reference as text
     tools: tuple[dict[str, Any], ...] = ()
+    hints: tuple[str, ...] = ()
+    solution: tuple[str, ...] = ()  # its steps
+
+    @property
+    def offers(self) -> int:
+        """What the row has beside its prompt, as bits."""
+        return ANSWER * (self.answer is not None) | HINTS * bool(self.hints) | SOLUTION * bool(self.solution)
 
     @property
     def messages(self) -> list[Message]:
@@ -80,7 +91,7 @@ class PromptFile:
     sources: Counter[str] = field(default_factory=Counter)  # "prompt: question" → number of rows
     columns: set[str] = field(default_factory=set)
     positions: array[float] = field(default_factory=lambda: array("d"))  # of each row
-    answered: bytearray = field(default_factory=bytearray)  # whether each row has an answer
+    offers: bytearray = field(default_factory=bytearray)  # of each row
 
     def add(self, line: int, columns: Mapping[str, Any], stored: Stored) -> None:
         """Take one more row while the file is read. Raises ``InvalidRow``."""
@@ -91,7 +102,7 @@ class PromptFile:
             self.sources[source] += 1
         self.columns.update(row.columns)
         self.positions.append(row.position)
-        self.answered.append(row.answer is not None)
+        self.offers.append(row.offers)
 
     def describe(self) -> str:
         """Which columns were taken, for the log."""
@@ -125,8 +136,24 @@ def prompt_row(line: int, columns: Mapping[str, Any]) -> tuple[PromptRow, list[s
     prompt, spoken = _prompt(values[column], column)
     source, reference = _reference(values, column, spoken)
     named = {} if reference is None else {"answer": reference, "ground_truth": reference}
-    row = PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")))
+    help_ = _texts(values, "hint", "hints"), _texts(values, "solution", "steps", strict=False)
+    help_ = (help_[0], () if column == "solution" else help_[1])
+    row = PromptRow(line, prompt, {**named, **values}, _as_text(reference), parse_tools(values.get("tools")), *help_)
     return row, [f"prompt: {column}", *([f"answer: {source}"] if source else [])]
+
+
+def _texts(values: Mapping[str, Any], one: str, many: str, strict: bool = True) -> tuple[str, ...]:
+    """The texts of column ``many``, a list, or of column ``one``, a text. Without ``strict`` columns that hold anything else mean
+    something else: others' files call much a solution."""
+    listed, single = parse_cell(values.get(many)), values.get(one)
+    if isinstance(listed, list) and listed and all(isinstance(text, str) for text in listed):
+        return tuple(listed)
+    if isinstance(single, str) and (listed is None or not strict):
+        return (single,) if single else ()
+    if strict and (listed or single):
+        name, value = (many, listed) if listed else (one, single)
+        raise InvalidRow(f"{name} is {value!r:.60}; write a text in {one}, or a list of texts in {many}")
+    return ()
 
 
 def _prompt(value: Any, column: str) -> tuple[str | tuple[Message, ...], str | None]:

@@ -35,6 +35,8 @@ class PromptProblem:
     messages: tuple[Message, ...]
     answer: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    hints: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()  # of a solution
 
 
 class PromptEnvironment(Environment):
@@ -57,6 +59,24 @@ class PromptEnvironment(Environment):
 
     def step(self, action: Action) -> Step:
         return Step(terminated=True, info={"tool_calls": len(action.calls), "tool_errors": len(action.faults)})
+
+
+class HintedPrompts(Environment):
+    """Every row has hints."""
+
+    problem: PromptProblem
+
+    def hints(self) -> Sequence[str]:
+        return self.problem.hints
+
+
+class SolvedPrompts(Environment):
+    """Every row has a solution: one answer of several steps, or with tools a turn for each of them."""
+
+    problem: PromptProblem
+
+    def solution(self) -> Sequence[str]:
+        return self.problem.steps if self.max_turns > 1 else ("\n".join(self.problem.steps),)
 
 
 class AnsweredPromptEnvironment(AnsweredEnvironment, PromptEnvironment):
@@ -135,16 +155,22 @@ class ToolPromptEnvironment(PromptEnvironment):
 
 
 def prompt_class(
-    problems: Mapping[str, Mapping[int, PromptProblem]], verdict: bool = False, answered: bool | None = None
+    problems: Mapping[str, Mapping[int, PromptProblem]],
+    verdict: bool = False,
+    answered: bool | None = None,
+    hinted: bool = False,
+    solved: bool = False,
 ) -> type[PromptEnvironment]:
     """The class whose tasks are these problems, by split and row number. ``verdict``: rewards say whether an answer is right.
-    ``answered``: whether every problem has an answer, where that is known without a look at each."""
+    ``answered``: whether every problem has an answer, where that is known without a look at each. ``hinted``, ``solved``: whether
+    every one has hints, and a solution."""
     if answered is None:
         answered = all(p.answer is not None for rows in problems.values() for p in rows.values())
+    bases = (*(HintedPrompts,) * hinted, *(SolvedPrompts,) * solved)
     base = AnsweredPromptEnvironment if answered else PromptEnvironment
     seeds = {split: tuple(rows) for split, rows in problems.items()}
     body = {"problems": problems, "seeds": seeds, "verdict": verdict}
-    return type(NAME, (base,), {**body, "__doc__": "Prompts of a file.", "__module__": __name__})
+    return type(NAME, (*bases, base), {**body, "__doc__": "Prompts of a file.", "__module__": __name__})
 
 
 def tool_prompts(base: type[PromptEnvironment], names: Sequence[str]) -> type[PromptEnvironment]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from turnwise.core.records import Task
+from turnwise.core.records import Message, Task
 from turnwise.core.stateful import remember
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_hint, read_messages, read_step
-from turnwise.errors import EnvironmentFault
+from turnwise.errors import EnvironmentFault, SettingError
 from turnwise.rollout.episode import EpisodeLimits, EpisodeSupport
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import next_action, scripted_policy
@@ -71,6 +71,7 @@ class SupportResolver:
     renderer: Renderer
     limits: EpisodeLimits
     tools: Sequence[dict[str, Any]] = ()
+    solutions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # given ones, by ``prompt_text`` of the task
     offered: dict[str, TaskHelp] = field(default_factory=dict)  # by task key, the latest ones
 
     async def resolve(self, support: Support, task: Task) -> EpisodeSupport:
@@ -129,27 +130,29 @@ class SupportResolver:
         def call(function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
             return call_environment(function, *args, seconds=self.limits.environment_seconds, inline=inline)
 
-        read_messages(await call(environment.reset, task.seed), "reset")
+        first = read_messages(await call(environment.reset, task.seed), "reset")
         tiers = getattr(environment, "hints", None)
-        texts = (
-            list(await call(tiers))
-            if callable(tiers)
-            else [await call(environment.hint)] * hasattr(environment, "hint")
-        )
+        texts = await call(tiers) if callable(tiers) else None
+        if texts is None:  # also where it plays in another process and has no tiers there
+            texts = [await call(environment.hint)] * hasattr(environment, "hint")
         hints = tuple(text for text in map(read_hint, texts) if text)
+        written, solution = getattr(environment, "solution", None), self.solutions.get(prompt_text(first), ())
+        if not solution and callable(written):
+            solution = tuple(await call(written) or ())
         try:
-            return TaskHelp(hints, tuple(await self._solve(environment, call, task)))
+            return TaskHelp(hints, solution or tuple(await self._solve(environment, call, task)))
         finally:
             if hasattr(environment, "close"):
                 await call(environment.close)
 
     async def _solve(self, environment: Any, call: Callable[..., Awaitable[Any]], task: Task) -> list[str]:
         """The texts of the scripted solution; none where the environment has no solver or it does not finish."""
-        act, texts = scripted_policy("oracle", environment, task.seed), list[str]()
+        texts = list[str]()
         for _ in range(self.limits.turns):
             try:
+                act = scripted_policy("oracle", environment, task.seed)
                 action = await next_action(act)
-            except NotImplementedError:
+            except (NotImplementedError, SettingError):  # there is none, or it does not know how to go on
                 return []
             texts.append(action.text)
             step = read_step(await call(environment.step, action))
@@ -158,6 +161,11 @@ class SupportResolver:
             if step.truncated:
                 break
         return []
+
+
+def prompt_text(messages: Sequence[Message]) -> str:
+    """What an episode or a dialogue begins with, by which a solution finds its task."""
+    return "\n".join(str(message["content"]).strip() for message in messages)
 
 
 def plan_of(turns: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ from turnwise.rollout.strategies import EpisodeRunner
 from turnwise.rollout.support import SupportResolver
 from turnwise.rollout.typed_output import run_grammar
 from turnwise.training.agents import agent_play
-from turnwise.training.plan import EnvSpec, has_gpu
+from turnwise.training.plan import EnvSpec, file_stamp, has_gpu, read_solutions
 from turnwise.workers.process import WorkerLost
 
 MOST_PROCESSES = 32  # by default, however many cores there are: one interpreter must answer all of them
@@ -81,7 +81,8 @@ def make_play(
             env_spec.columns,
             env_spec.paid_from,
         )
-    resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools)
+    solutions = read_solutions(s.solutions, file_stamp(s.solutions)) if s.solutions else {}
+    resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools, solutions)
 
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
         if more.get("support") is not None:

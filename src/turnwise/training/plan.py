@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import sys
@@ -31,10 +33,11 @@ from turnwise.core.seeds import stable_seed
 from turnwise.core.signals import Signal
 from turnwise.data.dataset import Dataset, DatasetRow, read_dataset, with_directions, with_revisions
 from turnwise.data.demonstrations import DemonstrationContext, Demonstrations, RowDemonstrator, ScriptedDemonstrator
+from turnwise.data.export import EXPORTED_STATES, demos
 from turnwise.data.files import LineErrors, digest
 from turnwise.data.mixing import Mixture, TurnResampler
 from turnwise.data.offline_source import OfflineSource, ShuffledSampler
-from turnwise.data.prompts import PromptFile, PromptRow, read_prompts, split_rows
+from turnwise.data.prompts import ANSWER, HINTS, SOLUTION, PromptFile, PromptRow, read_prompts, split_rows
 from turnwise.data.replay import FreshActions, ReplaySources, trajectory_reader
 from turnwise.data.tokenize import DialogueTokenizer, build_groups, rows_by_task
 from turnwise.environments import prompts
@@ -48,6 +51,9 @@ from turnwise.rewards.spec import parse_rewards
 from turnwise.rollout.episode import AGENT_CALLS, EpisodeLimits, FailedEnvironment
 from turnwise.rollout.renderer import CHATML, Renderer
 from turnwise.rollout.scripted import SCRIPTED_POLICIES
+from turnwise.rollout.support import prompt_text
+from turnwise.store.ledger import SqliteLedger
+from turnwise.store.rundir import RunDir
 from turnwise.store.shared_pool import SharedPool
 from turnwise.tasks.task_source import TaskList, TaskStream
 from turnwise.training.agents import Agent, load_agent, name_agent
@@ -193,7 +199,7 @@ class RowProblems(Mapping[int, prompts.PromptProblem]):
         if self.numbers[at : at + 1] != (number,):
             raise KeyError(number)
         row = self.rows[number]
-        return prompts.PromptProblem(tuple(row.messages), row.answer, row.tools)
+        return prompts.PromptProblem(tuple(row.messages), row.answer, row.tools, row.hints, row.solution)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.numbers)
@@ -215,11 +221,14 @@ class PromptData:
     @classmethod
     def of(cls, file: PromptFile, eval_file: PromptFile | None, share: float, verdict: bool) -> PromptData:
         rows = file.rows + eval_file.rows if eval_file else file.rows
-        answered = file.answered + eval_file.answered if eval_file else file.answered
+        offers = file.offers + eval_file.offers if eval_file else file.offers
         parts = dict(zip(("train", "held_out"), split_rows(file, share, eval_file)))
         problems = {split: RowProblems(rows, numbers) for split, numbers in parts.items()}
-        complete = all(answered[n] for numbers in parts.values() for n in numbers)
-        return cls(file, eval_file, rows, prompts.prompt_class(problems, verdict, complete))
+        # of every row to train on; an answer also of those held out
+        trained = functools.reduce(operator.and_, (offers[n] for n in parts["train"]), HINTS | SOLUTION)
+        complete = all(offers[n] & ANSWER for numbers in parts.values() for n in numbers)
+        made = prompts.prompt_class(problems, verdict, complete, bool(trained & HINTS), bool(trained & SOLUTION))
+        return cls(file, eval_file, rows, made)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -244,7 +253,7 @@ def prompt_data(settings: Settings) -> PromptData:
     """The rows that these settings name. A file is read once, until it changes."""
     s, specs = settings, parse_rewards(settings.reward)
     verdict = any(spec.gives_verdict or not spec.built_in for spec in specs)
-    data = _read(s.data, _stamp(s.data), s.eval_data, _stamp(s.eval_data), s.held_out_share, verdict)
+    data = _read(s.data, file_stamp(s.data), s.eval_data, file_stamp(s.eval_data), s.held_out_share, verdict)
     return replace(data, env_class=_with_tools(data.env_class, s.tools)) if s.tools else data
 
 
@@ -258,7 +267,7 @@ def _read(data: str, stamp: object, eval_data: str, eval_stamp: object, share: f
     return PromptData.of(read_prompts(data), read_prompts(eval_data) if eval_data else None, share, verdict)
 
 
-def _stamp(path: str) -> object:
+def file_stamp(path: str) -> object:
     """Changes when the file does."""
     return ((status := os.stat(path)).st_mtime_ns, status.st_size) if os.path.isfile(path) else None
 
@@ -615,7 +624,7 @@ class DataSources:
             raise SettingError(f"{settings.env} has no {settings.demos}; give --demos a file of dialogues")
         if not source:
             return cls(settings, env_spec, recipe, prompts=prompts)
-        rows = read_dataset(source, settings.env)
+        rows = read_dialogues(source, settings.env)
         # refuse rows of the wrong kind, and tasks that are not this run's
         faults = LineErrors(rows.path)
         named = sum(row.task is not None for row in rows.rows if not row.is_pair)
@@ -650,7 +659,10 @@ class DataSources:
     def digests(self) -> dict[str, str]:
         """Digests of the files that a resumed run must find unchanged."""
         prompts = {} if self.prompts is None else self.prompts.digests()
-        return prompts if self.rows is None else {**prompts, str(self.rows.path): digest(self.rows.path)}
+        files = [str(self.rows.path)] if self.rows is not None else []
+        files += [self.settings.solutions] if self.settings.solutions else []
+        # a run goes on growing; what it had is not what is recorded here
+        return {**prompts, **{path: digest(path) for path in files if not Path(path, "run.json").is_file()}}
 
     def messages(self) -> list[str]:
         """What was read of a file of prompts, for the log."""
@@ -709,6 +721,33 @@ class DataSources:
         if named := rows_by_task(self.rows):
             return Demonstrations(*first, RowDemonstrator(named, context))
         return Demonstrations(*first, None, self.groups(renderer))
+
+
+def read_dialogues(path: str, environment: str = "") -> Dataset:
+    """Dialogues of a file, or the successes of a run that had no help, from its ledger."""
+    if not Path(path, "run.json").is_file():
+        return read_dataset(path, environment)
+    with SqliteLedger(RunDir.open(path).ledger, readonly=True) as ledger:
+        groups = (ledger.group(entry.group_id) for entry in ledger.groups() if entry.state in EXPORTED_STATES)
+        plain = (replace(g, trajectories=tuple(t for t in g.trajectories if not t.guidance)) for g in groups)
+        table = list(enumerate((row for group in plain for row in demos(group)), start=1))
+    if not table:
+        raise SettingError(f"the run {path} has no success without help, so there is no solution to take from it")
+    return read_dataset(path, environment, table)
+
+
+@lru_cache(maxsize=4)
+def read_solutions(path: str, stamp: object = None) -> Mapping[str, tuple[str, ...]]:
+    """The turns of solved tasks by what their episodes begin with. Of several the one with the highest reward, then the
+    shortest, then the first."""
+    best: dict[str, tuple[tuple[float, int], tuple[str, ...]]] = {}
+    for row in read_dialogues(path).rows:
+        example = row.examples[0]  # of a pair the better one
+        rank = (-(example.reward or 0.0), sum(map(len, example.turns)))
+        key = prompt_text(example.prompt)
+        if example.success is not False and (key not in best or rank < best[key][0]):
+            best[key] = rank, tuple(example.turns)
+    return {key: turns for key, (_, turns) in best.items()}
 
 
 def _augment(rows: Dataset, recipe: Recipe, settings: Settings) -> Dataset:

@@ -56,7 +56,17 @@ from turnwise.rollout.typed_output import run_grammar
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
 from turnwise.training.agents import unpaid
-from turnwise.training.plan import OWN, EnvSpec, RunPlan, has_gpu, prompt_data, read_template, required_by
+from turnwise.training.plan import (
+    OWN,
+    EnvSpec,
+    RunPlan,
+    file_stamp,
+    has_gpu,
+    prompt_data,
+    read_solutions,
+    read_template,
+    required_by,
+)
 from turnwise.training.remote_generators import check_generators
 from turnwise.training.rewards import DUMMY, check_judge, check_reward_functions
 
@@ -423,7 +433,8 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
                 f"--env {s.env},deterministic=true if they have none (in a class of your own: deterministic = True, or a "
                 "snapshot() and restore())"
             )
-        if provides is not None and not provides(env_spec.env_class):
+        given = word == "solutions" and s.solutions
+        if provides is not None and not given and not provides(env_spec.env_class):
             able = [name for name in environments.BUILT_IN if name != s.env and provides(environments.load(name))]
             others = f" (or {', '.join(able[1:])})" if able[1:] else ""
             instead = f"write --env {able[0]}{others}, or give its class one" if able else ""
@@ -459,7 +470,7 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
     ),
     "solutions": (
         lambda cls: overrides(cls, "oracle") or overrides(cls, "solution"),
-        "a solution of each task (an oracle() or solution(); in rows a column solution, steps or answer)",
+        "a solution of each task (an oracle() or solution(); in rows a column solution, steps or answer; or --solutions)",
     ),
     "wordings": (lambda cls: getattr(cls, "wordings", 1) > 1, "several wordings of each task (wordings)"),
     "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
@@ -478,6 +489,8 @@ def _unread_flags(plan: RunPlan) -> Iterator[str]:
         check_group_size(plan.recipe.budget.size)
     if s.offline and s.demos:
         yield "--data learns from a file alone, --demos beside rollouts; write one of them"
+    if s.solutions and "solutions" not in requires:
+        yield f"{s.title} reads no solutions; leave --solutions out, or take a guidance that does (ghpo, prefix)"
     learns_from_files = bool(requires & {"demonstrations", "pairs"})
     if s.offline and not learns_from_files:
         if lacking := holds_prompts_only(s.data):  # a look into the file: prompts alone need a reward
@@ -545,6 +558,8 @@ def _sampling_elsewhere(plan: RunPlan) -> Iterator[str]:
 def _rows_and_demonstrations(plan: RunPlan) -> Iterator[str]:
     """The files are read, and refuse rows that the method or the environment cannot use."""
     plan.data.digests()
+    if plan.settings.solutions:
+        read_solutions(plan.settings.solutions, file_stamp(plan.settings.solutions))
     plan.env_spec.require_demonstrations()
     yield from ()
 
