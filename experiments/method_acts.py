@@ -74,7 +74,7 @@ def prompts(folder: Path) -> dict[str, Any]:
 def pairs(folder: Path) -> str:
     path = folder / "pairs.jsonl"
     rows = [
-        {"prompt": f"{a} and {b}", "chosen": str(a + b), "rejected": str(a - b)} for a in range(8) for b in range(8)
+        {"prompt": f"{a} and {b}", "chosen": str(a + b), "rejected": str(a - b)} for a in range(8) for b in range(1, 8)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from turnwise.errors import RecipeError
+from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.strategies.tree import AfterToolResults, ConfidenceTree
 from turnwise.training.plan import RunPlan
@@ -38,6 +38,11 @@ def test_nothing_is_said_where_it_is_there(tmp_path, monkeypatch):
     assert notes(env="nim", method="mars") == notes(env="calculator", method="swarm") == notes(method="grpo") == ""
     (tmp_path / "mine.py").write_text("def one(completion):\n    return 1.0\n\ndef two(completion):\n    return 2.0\n")
     assert notes(env="calculator", method="gdpo", reward=["mine.py:one", "mine.py:two"]) == ""
+
+
+def test_a_fact_whose_name_has_a_space_is_asked_for():
+    with pytest.raises(SettingError, match="promed requires the fact 'worth 0', and lookup provides none"):
+        notes(env="lookup", method="promed")
 
 
 def test_trunks_that_leave_nothing_to_fork_are_refused():

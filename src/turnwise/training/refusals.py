@@ -398,7 +398,7 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
     """What the method requires, and neither the environment's class nor a flag provides."""
     s, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
     for word in sorted(word for word in required_by(recipe) if not word.endswith(OPTIONAL)):
-        kind, _, name = word.rpartition(" ")
+        kind, name = kind_and_name(word)
         if word in FLAGS:
             rows = s.data if s.offline else s.demos
             if not (s.teacher if word == "teacher" else rows or s.demos):
@@ -446,9 +446,15 @@ def _requirements(plan: RunPlan) -> Iterator[str]:
             yield f"{s.title} requires {description}, and {source} provide{'s' * (not s.uses_prompts)} none; {instead}"
 
 
+def kind_and_name(word: str) -> tuple[str, str]:
+    """``fact worth 0`` is the fact ``worth 0``; a word without a kind is its own name."""
+    kind = next((kind for kind in ("turn fact", "fact", "reward") if word.startswith(f"{kind} ")), "")
+    return kind, word.removeprefix(f"{kind} ")
+
+
 def _provider(word: str, recipe: Recipe) -> tuple[Provides | None, str]:
     """How a class shows that it provides a requirement, and the requirement in words. None: nothing to ask of a class."""
-    kind, _, name = word.rpartition(" ")
+    kind, name = kind_and_name(word)
     if kind == "fact":
         elsewhere = recipe.replay != NoReplay() or recipe.strategy != Independent()
         if name in (*BUFFER_FACTS, *PAIR_FACTS, *RUN_FACTS) or elsewhere:
@@ -755,7 +761,7 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
         ),
     }
     for word in sorted(word.removesuffix(OPTIONAL) for word in required_by(recipe) if word.endswith(OPTIONAL)):
-        name = word.rpartition(" ")[2]
+        name = kind_and_name(word)[1]
         fact = (
             name in facts,
             f"treats turns by the fact {name!r}, which {s.env} does not tell",
