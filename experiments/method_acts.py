@@ -15,6 +15,7 @@ Everything runs in one process, from one cold-started tiny model for each enviro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from turnwise.recipes.catalogue import changed_slots
 from turnwise.recipes.experience import SLOTS as NAMED
 from turnwise.training import api
 from turnwise.training.plan import RunPlan, required_by
+from turnwise.training.refusals import refuse, requirements
 
 ROWS = Path(__file__).parent / "results" / "method_acts.jsonl"
 PROMPTS = "prompts"
@@ -93,12 +95,18 @@ def settings(kind: str, name: str, env: str, folder: Path) -> dict[str, Any]:
 
 
 def best_place(kind: str, name: str) -> str:
-    """The environment whose offer a cell's pieces require."""
-    if kind == "method":
-        required = required_by(recipes.build(name))
-    else:
-        required = getattr(NAMED[kind][name](), "requirements", frozenset())
-    return next((env for requirement, env in PLACES.items() if requirement in required), USUAL)
+    """The environment whose offer the cell's pieces require, and that does not refuse them."""
+    values: dict[str, Any] = {"method": name} if kind == "method" else {"method": "dr_grpo", kind: name}
+    recipe = RunPlan.from_caller(values, "", None, None).recipe
+    required = required_by(recipe)
+    for requirement in required & PROVIDED.keys():
+        values |= PROVIDED[requirement]
+    preferred = [env for requirement, env in PLACES.items() if requirement in required]
+    for env in dict.fromkeys([*preferred, USUAL, *environments.BUILT_IN]):
+        with contextlib.suppress(TurnwiseError):
+            refuse(RunPlan.from_caller({**values, "env": env}, "", None, None), (requirements,))
+            return env
+    return (preferred or [USUAL])[0]
 
 
 def cell(kind: str, name: str, env: str, folder: Path) -> dict[str, Any]:

@@ -394,7 +394,7 @@ def _players(plan: RunPlan) -> Iterator[str]:
         yield f"{s.title} samples drafts in another precision; leave --opponents out"
 
 
-def _requirements(plan: RunPlan) -> Iterator[str]:
+def requirements(plan: RunPlan) -> Iterator[str]:
     """What the method requires, and neither the environment's class nor a flag provides."""
     s, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
     for word in sorted(word for word in required_by(recipe) if not word.endswith(OPTIONAL)):
@@ -696,7 +696,7 @@ def _teacher(plan: RunPlan) -> Iterator[str]:
 
 
 AT_ONCE: tuple[Row, ...] = (_names, _scorers_and_servers, _grammars, cluster, _output, _packages, _models)
-REQUIREMENTS: tuple[Row, ...] = (_adapters_and_values, _comparing_rewards, _players, _requirements, _unread_flags)
+REQUIREMENTS: tuple[Row, ...] = (_adapters_and_values, _comparing_rewards, _players, requirements, _unread_flags)
 WITH_RECIPE: tuple[Row, ...] = (
     *REQUIREMENTS,
     ranks,
