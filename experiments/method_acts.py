@@ -36,7 +36,7 @@ from turnwise.training import api
 from turnwise.training.plan import RunPlan, required_by
 from turnwise.training.refusals import refuse, requirements
 
-ROWS = Path(__file__).parent / "results" / "method_acts.jsonl"
+ROWS = Path(__file__).resolve().parent / "results" / "method_acts.jsonl"
 PROMPTS = "prompts"
 ENVIRONMENTS = (*environments.BUILT_IN, PROMPTS)
 PLACES = {  # what a method or named piece requires: the environment that should let it act
@@ -183,6 +183,8 @@ def main() -> None:
     part, parts = map(int, given.part.split("/"))
     only, done = set(filter(None, given.only.split(","))), recorded()
     given.folder.mkdir(parents=True, exist_ok=True)
+    given.folder = given.folder.resolve()
+    os.chdir(given.folder)  # a shared pool begins in the current folder
     ROWS.parent.mkdir(exist_ok=True)
     for number, one in enumerate(cells(given.everywhere)):
         wanted = one[0] in given.kinds.split(",") and (not only or one[1] in only) and number % parts == part - 1
