@@ -22,7 +22,6 @@ from turnwise.recipes.provenance import UNKNOWN, ClipBounds, KLTerm, Optimiser
 
 RECORDED = [name for name in recipes.METHODS if record_of(name)]
 UNRECORDED = {  # methods of each family without a record, whose docstring still says what they are sure of: fewer every time
-    "critic_free": 13,
     "actor_critic": 7,
     "trust_region": 18,
     "sampler_mismatch": 14,

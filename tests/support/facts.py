@@ -175,7 +175,8 @@ def slopes(recipe: Recipe, scale: list[float]) -> list[float] | None:
     factor = torch.repeat_interleave(torch.tensor(scale, dtype=torch.float64), torch.tensor(sizes))
     reward = draw * factor
     found = []
-    for a, r in zip(credited(recipe, batch, reward).split(sizes), reward.split(sizes)):
+    offset = credited(recipe, batch, 0 * reward)  # what other facts of the episodes add
+    for a, r in zip((credited(recipe, batch, reward) - offset).split(sizes), reward.split(sizes)):
         r, a = r - r.mean(), a - a.mean()
         slope = float((a * r).sum() / (r * r).sum())
         if float((a - slope * r).abs().max()) > 1e-3 * float(a.abs().max()) + 1e-9:

@@ -30,8 +30,7 @@ def reinforce() -> Recipe:
     ∇J = E[ R · Σₜ ∇ log π(yₜ) ]
 
     Paper: Williams, Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning, 1992.
-    Settings: no baseline, no ratio, sum over the tokens of a trajectory, mean over trajectories.
-    Sure of: the formula (textbook)."""
+    Settings: no baseline, no ratio, sum over the tokens of a trajectory, mean over trajectories."""
     return Recipe(advantage=Outcome(), ratio=OnPolicy(), aggregate=Sum(TRAJECTORY))
 
 
@@ -42,8 +41,7 @@ def rloo() -> Recipe:
 
     Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
     Settings: G 2-4 and a k1 KL of 0.03 inside the reward in the paper's preference runs.
-    Deviation: no KL in the reward (`rloo_kl` has it); verifiable rewards do without it.
-    Sure of: the formula (official-lineage code)."""
+    Deviation: no KL in the reward (`rloo_kl` has it); verifiable rewards do without it."""
     return Recipe(advantage=LeaveOneOut(), ratio=OnPolicy(), aggregate=Sum(TRAJECTORY))
 
 
@@ -53,8 +51,7 @@ def rloo_kl(beta: float = 0.03) -> Recipe:
     Rᵢ ← Rᵢ − β Σₜ (log π_old − log π_ref);  A and gradient as RLOO
 
     Paper: Back to Basics: Revisiting REINFORCE-Style Optimization for RLHF, arXiv 2402.14740.
-    Settings: G 2-4, beta 0.03.
-    Sure of: the formula (official-lineage code)."""
+    Settings: G 2-4, beta 0.03."""
     return replace(rloo(), advantage=LeaveOneOut(Outcome() + beta * SumOverTrajectory(NegativeReferenceKL())))
 
 
@@ -76,8 +73,7 @@ def dr_grpo(clip: float = 0.2, length: float = 64) -> Recipe:
 
     Paper: Understanding R1-Zero-Like Training, arXiv 2503.20783.
     Settings: G 8, clip 0.2, no KL, L = the generation budget (3000 tokens in the paper; 64 here, for the short answers
-    of small models).
-    Sure of: the formula (official code)."""
+    of small models)."""
     return Recipe(advantage=Standardise(scale=False), gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY, length=length))
 
 
@@ -115,8 +111,7 @@ def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     sᵢₜ = sg[sᵢ] · πₜ/sg[πₜ];  J = 1/G Σᵢ 1/|yᵢ| Σₜ min(sᵢₜAₜ, clip(sᵢₜ, 1−low, 1+high)Aₜ)
 
     Paper: Group Sequence Policy Optimization, arXiv 2507.18071.
-    Settings: low 3e-4, high 4e-4, no KL.
-    Sure of: the formula (official team, code in two public trainers)."""
+    Settings: low 3e-4, high 4e-4, no KL."""
     return replace(gspo(low, high), ratio=PerToken(Importance(TRAJECTORY), cap=10.0))
 
 
@@ -140,8 +135,7 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Recipe:
     cₜ = min(lₜ, high) where A > 0, max(lₜ, −low) where A < 0;  J = mean of Aᵢ exp( 1/|yᵢ| Σₜ cₜ )
 
     Paper: Geometric-Mean Policy Optimization, arXiv 2507.20673.
-    Settings: low and high 0.4, no KL in the main setting.
-    Sure of: the formula (official code)."""
+    Settings: low and high 0.4, no KL in the main setting."""
     return Recipe(advantage=Standardise(), gate=GeometricMeanClip(low, high))
 
 
@@ -151,8 +145,7 @@ def cispo(high: float = 5.0) -> Recipe:
     ∇J = 1/Σ|yᵢ| Σᵢ Σₜ sg[min(ρₜ, high)] Aᵢ ∇ log πₜ
 
     Paper: MiniMax-M1, arXiv 2506.13585.
-    Settings: only an upper cap; 5 in later studies (the paper does not print it), no KL.
-    Sure of: the formula (paper text, code in three public trainers), the cap (later practice)."""
+    Settings: only an upper cap; 5 in later studies (the paper does not print it), no KL."""
     return Recipe(advantage=Standardise(), gate=CappedWeight(high), aggregate=Mean(TOKEN))
 
 
@@ -162,8 +155,7 @@ def reinforce_pp(clip: float = 0.2, beta: float = 1e-2, gamma: float = 1.0) -> R
     uₜ = rₜ − β (log π_old − log π_ref);  Aₜ = whiten( Σ_{s≥t} γ^{s−t} uₛ );  clipped ratio, token mean
 
     Paper: REINFORCE++: Stabilizing Critic-Free Policy Optimization, arXiv 2501.03262.
-    Settings: gamma 1, clip 0.2, beta 1e-3 to 1e-2.
-    Sure of: the formula (official-lineage code)."""
+    Settings: gamma 1, clip 0.2, beta 1e-3 to 1e-2."""
     return Recipe(
         advantage=Whiten(ReturnToGo(gamma, TOKEN)),
         gate=Clip(clip, clip),
@@ -178,8 +170,7 @@ def reinforce_pp_baseline(clip: float = 0.2, beta: float = 1e-2) -> Recipe:
     Aᵢ = whiten( Rᵢ − mean );  J = 1/Σ|yᵢ| Σ [ min(ρₜAᵢ, clip(ρₜ)Aᵢ) − β ½(log π − log π_ref)² ]
 
     Paper: REINFORCE++: Stabilizing Critic-Free Policy Optimization, arXiv 2501.03262.
-    Settings: clip 0.2, beta 1e-3 to 1e-2.
-    Sure of: the formula (official-lineage code)."""
+    Settings: clip 0.2, beta 1e-3 to 1e-2."""
     return Recipe(
         advantage=Whiten(Standardise(scale=False)),
         gate=Clip(clip, clip),
@@ -194,8 +185,7 @@ def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
     J = 1/G Σᵢ 1/|yᵢ| Σₜ min( min(ρₜ, δ)Aᵢ, clip(ρₜ, 1±clip)Aᵢ )
 
     Paper: INTELLECT-2, arXiv 2505.07291; the same effect as the dual clip of arXiv 1912.09729.
-    Settings: clip 0.2, delta above 1 + clip (4 here), no KL.
-    Sure of: the formula (code in a public trainer), delta (ours)."""
+    Settings: clip 0.2, delta above 1 + clip (4 here), no KL."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip, dual=delta))
 
 
@@ -220,8 +210,7 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     Aᵢ = (Rᵢ − mean S)/(std S + ε), S = {R₁ … R_G, best};  clip(ρ, 1−low, 1+high), token mean; perfect groups dropped
 
     Paper: NGRPO: Negative-enhanced Group Relative Policy Optimization, arXiv 2509.18851.
-    Settings: best 1, low 0.16, high 0.24, G 8, no KL.
-    Sure of: the formula (official code)."""
+    Settings: best 1, low 0.16, high 0.24, G 8, no KL."""
     credit = StandardiseWithVirtualBest(best)
     return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Mean(TOKEN), admission=NotPerfect(best))
 
@@ -257,8 +246,7 @@ def remax() -> Recipe:
     Paper: ReMax: A Simple, Effective, and Efficient RL Method for Aligning LLMs, arXiv 2310.10505.
     Settings: one sampled and one greedy rollout by prompt; here the group size says how many are sampled.
     Deviation: no KL inside the reward. The whole return stands on each token; released code takes the reward to go, which is
-    the same where only the outcome is rewarded.
-    Sure of: the formula (paper text, released code of a public trainer)."""
+    the same where only the outcome is rewarded."""
     lead = Outcome() - Fact(GREEDY_REWARD)
     return Recipe(advantage=lead, ratio=OnPolicy(), aggregate=Sum(TRAJECTORY), strategy=GreedyBaseline())
 
@@ -289,8 +277,7 @@ def grpo_passk(clip: float = 0.2, scale: bool = True, eps: float = 1e-6) -> Reci
     A = (max R − second max R)/(std + ε) for the best, 0 for the others
 
     Paper: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning, arXiv 2503.19595.
-    Settings: k is the group size; scale False leaves the division by std out.
-    Sure of: the formula (released code of a public trainer)."""
+    Settings: k is the group size; scale False leaves the division by std out."""
     return Recipe(advantage=BestAboveSecond(scale=scale, eps=eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
