@@ -24,7 +24,6 @@ RECORDED = [name for name in recipes.METHODS if record_of(name)]
 UNRECORDED = {  # methods of each family without a record, whose docstring still says what they are sure of: fewer every time
     "actor_critic": 7,
     "trust_region": 18,
-    "sampler_mismatch": 14,
     "off_policy": 11,
     "entropy": 7,
     "tool_agents": 3,

@@ -34,8 +34,7 @@ def tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Recipe:
     L = Σₜ min(π_old/μ, cap) · clipped(π/π_old, A)
 
     Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
-    Settings: cap 2 (1.5 to 5), on a clip of 0.2/0.28 with token mean.
-    Sure of: the formula (official code of three trainers)."""
+    Settings: cap 2 (1.5 to 5), on a clip of 0.2/0.28 with token mean."""
     return replace(LEARNERS, gate=Clip(low, high) * TruncatedImportance(cap))
 
 
@@ -45,8 +44,7 @@ def sequence_tis(cap: float = 2.0, low: float = 0.2, high: float = 0.28) -> Reci
     L = Σₜ min(Πₛ π_old/μ, cap) · clipped(π/π_old, A)
 
     Paper: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025 (a public note).
-    Settings: cap 2 to 10.
-    Sure of: the formula (official code of three trainers)."""
+    Settings: cap 2 to 10."""
     return replace(LEARNERS, gate=Clip(low, high) * TruncatedImportance(cap, TRAJECTORY))
 
 
@@ -56,8 +54,7 @@ def mis(low: float = 0.5, high: float = 2.0) -> Recipe:
     L = mean over kept tokens of (π_old/μ) · clipped(π/π_old, A), kept where low ≤ π_old/μ ≤ high
 
     Paper: When Speed Kills Stability, 2025 (a public note).
-    Settings: bounds 0.5 and 2; dropped tokens do not count in the mean.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.5 and 2; dropped tokens do not count in the mean."""
     return replace(LEARNERS, gate=Clip(0.2, 0.28) * TruncatedImportance(INF), keep=MismatchWithin(low, high))
 
 
@@ -67,8 +64,7 @@ def sequence_mis(low: float = 0.5, high: float = 2.0) -> Recipe:
     L = mean over kept tokens of W · clipped(π/π_old, A), W = Πₛ π_old/μ, kept where low ≤ W ≤ high
 
     Paper: When Speed Kills Stability, 2025 (a public note).
-    Settings: bounds 0.5 and 2.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.5 and 2."""
     return replace(
         LEARNERS,
         gate=Clip(0.2, 0.28) * TruncatedImportance(INF, TRAJECTORY),
@@ -82,8 +78,7 @@ def icepop(low: float = 0.5, high: float = 5.0) -> Recipe:
     L = mean over all tokens of (π_old/μ)·1[low ≤ π_old/μ ≤ high] · clipped(π/π_old, A)
 
     Paper: Ring-1T, arXiv 2510.18855.
-    Settings: bounds 0.5 and 5; dropped tokens still count in the mean.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.5 and 5; dropped tokens still count in the mean."""
     return replace(LEARNERS, gate=(Clip(0.2, 0.28) * TruncatedImportance(INF)).where(MismatchWithin(low, high)))
 
 
@@ -113,8 +108,7 @@ def k3_rs(limit: float = 1e-2) -> Recipe:
     kept where meanₜ (r − 1 − log r) ≤ limit, r = π_old/μ; no weight
 
     Paper: When Speed Kills Stability, 2025 (a public note).
-    Settings: limit 1e-3 to 1e-2.
-    Sure of: the formula (official code)."""
+    Settings: limit 1e-3 to 1e-2."""
     return replace(LEARNERS, keep=MismatchKLBelow(limit))
 
 
@@ -134,8 +128,7 @@ def veto(floor: float = 1e-4, cap: float = 2.0) -> Recipe:
     kept where minₜ π_old/μ ≥ floor
 
     Paper: rollout correction of a public trainer (verl), 2025.
-    Settings: floor 1e-4, cap 2.
-    Sure of: the formula (official code)."""
+    Settings: floor 1e-4, cap 2."""
     return replace(LEARNERS, gate=Clip(0.2, 0.28) * TruncatedImportance(cap), keep=TokenVeto(floor))
 
 
@@ -157,8 +150,7 @@ def sequence_mask(limit: float = 0.5, low: float = 0.2, high: float = 0.28) -> R
     no gradient where A < 0 and meanₜ (log μ − log π) > limit; masked tokens still count in the token mean
 
     Paper: DeepSeek-V3.2, arXiv 2512.02556.
-    Settings: limit about 0.5 (third-party), clip 0.2/0.28, token mean.
-    Sure of: the rule (paper text), the average (released code of a public trainer), the limit (third-party)."""
+    Settings: limit about 0.5 (third-party), clip 0.2/0.28, token mean."""
     gate = Clip(low, high).where(OffPolicySequenceMask(limit))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -170,8 +162,7 @@ def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
 
     Paper: AReaL, arXiv 2505.24298.
     Settings: clip 0.2, staleness 4 to 8, cap 5 in its code.
-    Deviation: group z-score instead of ±5 rewards normalised over the batch.
-    Sure of: the formula (paper text and official code)."""
+    Deviation: group z-score instead of ±5 rewards normalised over the batch."""
     return replace(LEARNERS, gate=(Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap)))
 
 
@@ -183,8 +174,7 @@ def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
     Paper: Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv 2512.01374.
     Settings: low 0.2, high 0.27, cap 5 (recalled).
     Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay does not apply to dense
-    models.
-    Sure of: the structure (paper text), the constants (recalled)."""
+    models."""
     mask = OneSided(low, high, ratio=Importance(proximal=True))
     return Recipe(advantage=Standardise(scale=False), gate=CappedWeight(cap).where(mask), aggregate=Sum(TRAJECTORY))
 
@@ -195,8 +185,7 @@ def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 
     h_l ← h_l + σ_l e;  ρ = π_σ/μ;  J = token mean of min(ρA, clip(ρ, 1−low, 1+high)A)
 
     Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
-    Settings: sigma 1e-6 (1e-2 in an example), its learning rate 5e-4, low 0.5, high 3.
-    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict)."""
+    Settings: sigma 1e-6 (1e-2 in an example), its learning rate 5e-4, low 0.5, high 3."""
     noise = LayerNoise(sigma, rate)
     return Recipe(advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), smoothing=noise)
 
@@ -207,8 +196,7 @@ def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate:
     s = exp(meanₜ log π_σ/μ);  J = mean of min(sA, clip(s, 1−low, 1+high)A)
 
     Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
-    Settings: as ALP.
-    Sure of: the scheme (repository page and paper-level text), clip and sigma (its files conflict)."""
+    Settings: as ALP."""
     return replace(alp(low, high, sigma, rate), ratio=Importance(TRAJECTORY), aggregate=Mean(TRAJECTORY))
 
 
@@ -223,8 +211,7 @@ def jet_rl(clip: float = 0.2) -> Recipe:
     Paper: Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified Precision Flow, arXiv 2601.14243.
     Settings: e4m3, one precision flow for both sides, wide master weights; the loss is GRPO's.
     Deviation: scales belong to outputs and tokens, not to blocks of 128; backward products and the LM head are not rounded. On a
-    CPU only the weights are.
-    Sure of: the principle (abstract), scales and roundings (reconstructed)."""
+    CPU only the weights are."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), precision=Precision(learner="fp8"))
 
 
@@ -236,7 +223,6 @@ def sol_rl(clip: float = 0.2, drafts: int = 0) -> Recipe:
     Paper: FP4 Explore, BF16 Train: Diffusion Reinforcement Learning via Efficient Rollout Scaling, arXiv 2604.06916.
     Settings: four drafts per kept trajectory are ours (drafts 0), clip 0.2.
     Deviation: for language models; a seed fixes the random numbers, not the text, so a re-sampled draft may diverge.
-    fp8 instead of NVFP4. Advantages are z-scores among the kept.
-    Sure of: the two stages and the selection of extremes (abstract and notes), the rest is ours."""
+    fp8 instead of NVFP4. Advantages are z-scores among the kept."""
     drafted = Precision(drafts="fp8")
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), strategy=DraftSelection(drafts), precision=drafted)
