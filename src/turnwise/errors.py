@@ -187,13 +187,14 @@ def _shortage(number: int, path: object = None) -> str:
     with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):  # a system without such limits
         import resource
 
+        if number == errno.EAGAIN and resource.getrlimit(resource.RLIMIT_AS)[0] > 0 and not _has_room():
+            name, facts = "AS", [*facts, "ulimit -v"]  # a thread found no room for its stack
         soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
         facts += [f"the limit is {soft}"] * (soft != resource.RLIM_INFINITY)
     return words.format(f" ({', '.join(facts)})" if facts else "")
 
 
 def _has_room() -> bool:
-    try:
+    with contextlib.suppress(MemoryError):
         return bool(bytearray(ROOM))
-    except MemoryError:
-        return False
+    return False

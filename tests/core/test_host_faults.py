@@ -96,3 +96,14 @@ def test_a_full_disk_under_sqlite():
 
 def test_a_tool_fault_is_one():
     assert issubclass(ToolFault, HostFault)
+
+
+def test_a_thread_without_room_for_its_stack_names_the_address_space(monkeypatch):
+    resource = pytest.importorskip("resource")
+    fault = RuntimeError("can't start new thread")
+    for space, room, seen in ((10_000, False, True), (10_000, True, False), (resource.RLIM_INFINITY, False, False)):
+        limits = {resource.RLIMIT_AS: space, resource.RLIMIT_NPROC: 96551}
+        monkeypatch.setattr(resource, "getrlimit", lambda number, limits=limits: (limits[number],) * 2)
+        monkeypatch.setattr(errors, "_has_room", lambda room=room: room)
+        assert ("(ulimit -v, the limit is 10000)" in scarcity(fault)) is seen
+        assert ("(the limit is 96551)" in scarcity(fault)) is not seen

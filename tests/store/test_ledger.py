@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from turnwise.core.records import Fork, Group, Origin, Status, Stop, Task, Trajectory, Turn
 from turnwise.errors import RecordError, StoreError
+from turnwise.inspector.queries import RunReader
 from turnwise.store import database
 from turnwise.store.ledger import SqliteLedger
+from turnwise.store.rundir import RunDir
 from turnwise.store.trajectory_codec import decode, encode
 
 
@@ -339,6 +341,26 @@ def trajectories(draw, name="t"):
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_records_come_back_exactly(trajectory):
     assert decode(*encode(trajectory)) == trajectory
+
+
+@pytest.mark.parametrize("text", ["evil.py:World", "[" * 100_000, "[]", '{"facts": 1}', "{}", ""])
+def test_a_record_that_somebody_damaged_is_named(tmp_path, text):
+    folder = RunDir.create(tmp_path, "first", {})
+    with SqliteLedger(folder.ledger) as ledger, RunReader(folder.path) as run:
+        ledger.issue("g0", task(0), 0, 0)
+        ledger.finish(group("g0"), 0)
+        with ledger.transaction() as db:
+            db.execute("UPDATE trajectories SET record = ? WHERE id = 'g0/1'", (text,))
+        reads = [lambda: ledger.trajectory("g0/1"), lambda: ledger.group("g0"), ledger.pending]
+        reads += [lambda: run.group("g0"), lambda: run.stored_trajectories(["g0/0", "g0/1"])]
+        for read in [*reads, *[ledger.episode_facts] * (text != "{}")]:
+            with pytest.raises(StoreError, match="record of the trajectory 'g0/1' in the ledger is damaged"):
+                read()
+        with ledger.transaction() as db:
+            db.execute("UPDATE groups SET task = 'evil'")
+        for read in (ledger.groups, ledger.pending):
+            with pytest.raises(StoreError, match="the task 'evil' of a group in the ledger is damaged"):
+                read()
 
 
 def test_nan_infinity_forks_and_numpy_come_back(ledger):

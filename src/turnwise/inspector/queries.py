@@ -210,9 +210,7 @@ class RunReader:
         """A group with everything its trajectories hold; also one that a resume has undone."""
         rows = self.database.fetch_all("SELECT row, task FROM groups WHERE id = ? ORDER BY void, row DESC", (group_id,))
         row = self._one(rows, "group", group_id)
-        sql = "SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY row"
-        members = self.database.fetch_all(sql, (row["row"],))
-        return Group(group_id, decode_task(row["task"]), tuple(decode(m["record"], m["tokens"]) for m in members))
+        return Group(group_id, decode_task(row["task"]), self.database.members(row["row"]))
 
     def mixed(self, step: int) -> list[tuple[str, str]]:
         """Trajectory id and origin of what a step trained on besides its own groups."""
@@ -265,17 +263,17 @@ class RunReader:
             marks = ",".join("?" * len(some))
             sql = f"SELECT id, record, tokens FROM trajectories WHERE id IN ({marks}) ORDER BY row"
             newest = {row["id"]: row for row in self.database.fetch_all(sql, some)}
-            stored |= {one: decode(row["record"], row["tokens"]) for one, row in newest.items()}
+            stored |= {one: decode(row["record"], row["tokens"], one) for one, row in newest.items()}
         return stored
 
     def episodes_of(self, first: int, last: int, limit: int) -> list[Trajectory]:
         """The trajectories of some steps, at most ``limit``, without their tokens."""
         sql = (
-            "SELECT t.record FROM trajectories t JOIN groups g ON g.row = t.owner"
+            "SELECT t.record, t.id FROM trajectories t JOIN groups g ON g.row = t.owner"
             f" WHERE {LIVE} AND g.step BETWEEN ? AND ? ORDER BY t.row LIMIT ?"
         )
         rows = self.database.fetch_all(sql, (first - 1, last - 1, limit))
-        return [decode(row["record"], None) for row in rows]
+        return [decode(row["record"], None, row["id"]) for row in rows]
 
     def count_trajectories(self) -> tuple[int, int]:
         """Numbers of trajectories and of sampled tokens."""

@@ -5,7 +5,6 @@ Knows no rule about steps, and no rule about which transitions are allowed."""
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from turnwise.core.text import clean
 from turnwise.errors import StoreError
 from turnwise.store.atomic import atomic_write
 from turnwise.store.resume import IssuedGroup
-from turnwise.store.trajectory_codec import decode, decode_task
+from turnwise.store.trajectory_codec import decode, decode_facts, decode_task
 
 FORMAT = 1
 APPLICATION_ID = 0x54574C31  # "TWL1": distinguishes a ledger from the databases of other programs
@@ -234,7 +233,7 @@ class LedgerReader:
         rows = self.fetch_all(sql, (clean(trajectory_id),))
         if not rows:
             raise StoreError(f"there is no trajectory {trajectory_id!r} in {self.path}")
-        return decode(rows[0]["record"], rows[0]["tokens"])
+        return decode(rows[0]["record"], rows[0]["tokens"], trajectory_id)
 
     def mixed(self) -> tuple[tuple[int, str, str], ...]:
         """Mixed-in trajectories in order: step, trajectory id, origin."""
@@ -254,13 +253,13 @@ class LedgerReader:
     def episode_facts(self) -> tuple[EpisodeFacts, ...]:
         """Status, size and facts of every stored trajectory, in order, without tokens and messages."""
         rows = self.fetch_all(
-            "SELECT g.state, t.status, t.reason, t.sampled, t.record FROM trajectories t JOIN groups g ON g.row = t.owner"
+            "SELECT g.state, t.id, t.status, t.reason, t.sampled, t.record FROM trajectories t JOIN groups g ON g.row = t.owner"
             " WHERE g.void = 0 ORDER BY t.row"
         )
         episodes = []
         for row in rows:
             trained = row["state"] == "trained" and row["status"] != Status.FAILED
-            facts = json.loads(row["record"]).get("facts", {})
+            facts = decode_facts(row["record"], row["id"])
             episodes.append(EpisodeFacts(row["status"], row["reason"], row["sampled"], trained, facts))
         return tuple(episodes)
 
@@ -270,8 +269,12 @@ class LedgerReader:
         return rows[0] if rows else None
 
     def _load_group(self, row: sqlite3.Row) -> Group:
-        members = self.fetch_all("SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY row", (row["row"],))
-        return Group(row["id"], decode_task(row["task"]), tuple(decode(m["record"], m["tokens"]) for m in members))
+        return Group(row["id"], decode_task(row["task"]), self.members(row["row"]))
+
+    def members(self, owner: int) -> tuple[Trajectory, ...]:
+        """The trajectories of the group in row ``owner``, in order."""
+        sql = "SELECT record, tokens, id FROM trajectories WHERE owner = ? ORDER BY row"
+        return tuple(decode(*member) for member in self.fetch_all(sql, (owner,)))
 
 
 def issued_group(row: sqlite3.Row) -> IssuedGroup:

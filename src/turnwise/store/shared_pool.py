@@ -106,7 +106,7 @@ class SharedPool:
             read = []
             for row, sender, key in groups:
                 sql = "SELECT record, tokens FROM trajectories WHERE owner = ? ORDER BY position"
-                members = tuple(decode(record, tokens) for record, tokens in db.execute(sql, (row,)))
+                members = tuple(decode(record, tokens, key) for record, tokens in db.execute(sql, (row,)))
                 read.append((sender, Group(key, members[0].task, members)))
             return read
 

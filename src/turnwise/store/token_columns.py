@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.store.database import LedgerReader
+from turnwise.store.trajectory_codec import explain_damage
 
 NARROW = {"entropy": "<f2", "gate": "<f2"}  # columns that people read and nobody computes with
 LEVEL = 1  # of zlib: the higher ones take five times as long and save a tenth
@@ -72,6 +73,11 @@ def encode_columns(tokens: TokenColumns) -> tuple[str, bytes]:
 
 
 def decode_columns(step: int, position: int, head: str, data: bytes) -> TokenColumns:
+    with explain_damage(f"update {position} of step {step}"):
+        return _decode_columns(step, position, head, data)
+
+
+def _decode_columns(step: int, position: int, head: str, data: bytes) -> TokenColumns:
     facts = json.loads(head)
     count, raw, start = sum(facts["sizes"]), zlib.decompress(data), 0
     columns: dict[str, np.ndarray] = {}

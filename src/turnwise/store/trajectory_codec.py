@@ -12,7 +12,7 @@ import contextlib
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.core.records import Fork, Limit, Origin, Status, Stop, Task, Trajectory, Turn
+from turnwise.errors import StoreError
 
 INTEGER_COLUMNS = ("context", "tokens", "version", "masked_context")
 FLOAT_COLUMNS = ("mass", "logp")
@@ -39,8 +40,25 @@ def encode_task(task: Task) -> str:
     return _JSON.encode([task.environment, task.seed, task.split, task.difficulty])
 
 
+@contextlib.contextmanager
+def explain_damage(what: str) -> Iterator[None]:
+    """Say which stored text cannot be read: somebody else may have written it. The one place for all that a ledger holds."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, zlib.error) as fault:
+        words = f"{type(fault).__name__}: {str(fault)[:200]}"
+        raise StoreError(f"{what} in the ledger is damaged, and cannot be read ({words})") from fault
+
+
 def decode_task(text: str) -> Task:
-    return Task(*json.loads(text))
+    with explain_damage(f"the task {text!r:.60} of a group"):
+        return Task(*json.loads(text))
+
+
+def decode_facts(record: str, name: str) -> dict[str, Any]:
+    """The facts alone of the trajectory ``name``."""
+    with explain_damage(f"the record of the trajectory {name!r}"):
+        return dict(json.loads(record).get("facts", {}))
 
 
 def encode(trajectory: Trajectory) -> tuple[str, bytes]:
@@ -98,8 +116,14 @@ def encode(trajectory: Trajectory) -> tuple[str, bytes]:
     return _JSON.encode(record), compressed + parts[-1]
 
 
-def decode(record: str, blob: bytes | None) -> Trajectory:
-    """The inverse of :func:`encode`. Without the blob (pruned) the token arrays are empty and all else is kept."""
+def decode(record: str, blob: bytes | None, name: str = "") -> Trajectory:
+    """The inverse of :func:`encode`. Without the blob (pruned) the token arrays are empty and all else is kept. ``name``: the id
+    of the row, for the words about one that is damaged."""
+    with explain_damage(f"the record of the trajectory {name!r}"):
+        return _decode(record, blob)
+
+
+def _decode(record: str, blob: bytes | None) -> Trajectory:
     encoded = json.loads(record)
     arrays = _arrays(encoded["columns"], blob)
     turns = tuple(
