@@ -28,8 +28,9 @@ times that nobody noted. Every step is logged once, the ledger balances, no grou
 than the staleness allows, and the weights at the end are those of a run that was never killed, bit for bit; with staleness they
 depend on timing, and only the accounts are compared. No process is left, and no file that the other run does not leave: in the
 run directory, the temporary folder, shared memory and the folder of server tokens. *Not met*: the run was over, or had no such
-process, at the drawn moment; not counted. Runs on Ray have one actor of each kind, on one machine. Nobody tried: a power
-failure, several machines, a second kill while a run is resumed.""",
+process, at the drawn moment; not counted. Kills of Ray's driver, learner, generator and environments are drawn where Ray is
+installed; without a row below they were not reached (those of `python -m trials.cluster` are in `trials/results`). Nobody
+tried: a power failure, several machines, a second kill while a run is resumed.""",
     "inputs": """
 *Refused*: one message and exit status 2. *Ran*: the input is usable, or the episode that it spoils is dropped.
 *Reported*: a check names the problem. A traceback, a hang and a silent acceptance are faults.""",
