@@ -78,8 +78,8 @@ PROMPTS: dict[str, tuple[str, str | bytes]] = {
     "one row": ("p.jsonl", _lines({"prompt": "a", "answer": "1"})),
 }  # fmt: skip
 def _gzip_bomb(folder: Path) -> None:
-    """Five gigabytes of lines in five megabytes: one member again and again."""
-    (folder / "bomb.jsonl.gz").write_bytes(gzip.compress((b"a" * 999 + b"\n") * 10_000) * 500)
+    """Five gigabytes of long lines in five megabytes: one member again and again."""
+    (folder / "bomb.jsonl.gz").write_bytes(gzip.compress(b"a" * 9_999_999 + b"\n") * 500)
 
 
 def _parquet_bomb(folder: Path) -> None:

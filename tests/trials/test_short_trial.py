@@ -195,7 +195,7 @@ def test_how_a_command_ended(ended, expect, result, fault):
 
 
 def test_the_rows_of_the_project_are_readable_and_hold_no_fault():
-    for part in ("kills", "inputs", "fuzz", "sandbox", "starvation"):
+    for part in ("kills", "inputs", "fuzz", "sandbox", "starvation", "tests"):
         path = Path(__file__).parents[2] / "trials" / "results" / f"{part}.jsonl"
         rows = path.read_text().splitlines()
         assert rows and all(json.loads(row)["commit"] for row in rows)
