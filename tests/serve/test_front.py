@@ -9,6 +9,7 @@ import stat
 import threading
 
 import pytest
+from starlette.requests import Request
 from support.agents import SAMPLING, HashSession
 from support.endpoint import LIMITS, call, new_episode
 from support.episodes import RENDERER, TASK
@@ -22,7 +23,7 @@ from turnwise.errors import GeneratorLost
 from turnwise.rollout.agent_episode import AgentEpisode, CallRefused, CallRequest
 from turnwise.rollout.lineage import Lineage
 from turnwise.serve import front as front_room
-from turnwise.serve.app import session_front
+from turnwise.serve.app import MAX_BRACKETS, read_body, session_front
 from turnwise.serve.front import Front, names_of
 from turnwise.serve.server import listen_on, serving
 from turnwise.serve.sessions import Sessions
@@ -255,6 +256,34 @@ def test_more_requests_in_part_than_may_be_close_the_oldest(monkeypatch):
 
 
 # ------------------------------------------------------------------- long texts
+
+
+MANY = {  # each far below the limit of bytes
+    "empty lists": '{"token_ids":[' + "[]," * 300_000 + "1]}",
+    "ids": '{"token_ids":[' + "1," * 2_100_000 + "1]}",
+    "tools": '{"tools":[' + '{"function":{"parameters":{}}},' * 6_000 + "1]}",
+    "messages": '{"messages":[' + '{"role":"user","content":"a"},' * 17_000 + "1]}",
+}
+
+
+def body_of(text, **options):
+    async def receive():
+        return {"type": "http.request", "body": text.encode(), "more_body": False}
+
+    return asyncio.run(read_body(Request({"type": "http", "headers": []}, receive), **options))[0]
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_body_of_many_parts_is_refused_before_it_is_looked_at(name):
+    with pytest.raises(CallRefused, match="more parts than are read") as refused:
+        body_of(MANY[name])
+    assert refused.value.code == "body_too_large"
+
+
+def test_brackets_in_a_text_are_no_parts_and_a_run_may_open_many_dialogues():
+    assert len(body_of(json.dumps({"content": "[{" * 20_000}))["content"]) == 40_000
+    changes = [["open", f"s{n}", n] for n in range(65_536)]
+    assert len(body_of(json.dumps({"changes": changes}), parts=MAX_BRACKETS)["changes"]) == 65_536
 
 
 def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(monkeypatch):

@@ -38,6 +38,8 @@ from turnwise.serve.wires import CHAT, MESSAGES, RESPONSES, Wire, behind, check,
 from turnwise.workers.tokens import same_token
 
 MAX_BODY = 16 << 20  # bytes of a request
+MAX_BRACKETS, MAX_COMMAS = 1 << 18, 1 << 21  # in its text, of which messages have some, too
+MAX_PARTS = 1 << 14  # objects and lists in it: each is looked at while other requests wait
 MAX_WAIT = 60.0  # seconds that a request for an episode may wait
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "turnwise"}
 
@@ -161,8 +163,9 @@ def make_app(sessions: Sessions, max_waiting: int = 4096) -> Starlette:
     return Starlette(routes=routes, exception_handlers={**handlers, 404: refused, 405: refused})
 
 
-async def read_body(request: Request, empty: bool = False) -> tuple[dict[str, Any], bytes]:
-    """The JSON object of a request, of bounded size, and its bytes. ``empty``: a missing body is an empty object."""
+async def read_body(request: Request, empty: bool = False, parts: int = MAX_PARTS) -> tuple[dict[str, Any], bytes]:
+    """The JSON object of a request, of bounded size, and its bytes. ``empty``: a missing body is an empty object. ``parts``: at
+    most so many objects and lists."""
     length = request.headers.get("content-length", "0")
     fits = length.isdigit() and int(length) <= MAX_BODY
     check(fits, "the body has {} bytes; at most {} are read", length, MAX_BODY, code="body_too_large")
@@ -173,11 +176,20 @@ async def read_body(request: Request, empty: bool = False) -> tuple[dict[str, An
         check(len(received) <= MAX_BODY, "the body has more than {} bytes", MAX_BODY, code="body_too_large")
     if empty and not received:
         return {}, b""
+    # counted before it is read: that takes milliseconds, and to read 15 MB of empty lists takes seconds
+    brackets, many = received.count(b"[") + received.count(b"{"), "the body has more parts than are read"
+    check(brackets <= MAX_BRACKETS and received.count(b",") <= MAX_COMMAS, many, code="body_too_large")
     try:
         value = json.loads(received)
     except (ValueError, RecursionError) as fault:
         raise CallRefused("invalid_json", f"the body is not JSON: {str(fault)[:100]}") from fault
     check(isinstance(value, dict), "the body is {!r:.60}; write a JSON object", value)
+    waiting, count = [value], 0
+    while brackets > parts and waiting:  # most bodies have fewer even in their text
+        part = waiting.pop()
+        waiting += [each for each in (part.values() if isinstance(part, dict) else part) if type(each) in (dict, list)]
+        count += 1
+        check(count + len(waiting) <= parts, many + ": at most {} objects and lists", parts, code="body_too_large")
     return value, bytes(received)
 
 
@@ -194,7 +206,7 @@ def make_generate_app(host: PolicyHost) -> Starlette:
 
     async def answer(request: Request) -> Response:
         # of a GET, too: what comes behind the body says that the client is gone
-        body, _ = await read_body(request, empty=True)
+        body, _ = await read_body(request, empty=True, parts=MAX_BRACKETS)  # a run opens many dialogues at once
         reply = asyncio.ensure_future(api.answer(request.method, request.url.path, {**body, **request.query_params}))
         gone = asyncio.ensure_future(request.receive())  # the next message after the body: the client hung up
         try:
