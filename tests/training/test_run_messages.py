@@ -84,6 +84,10 @@ def test_a_batch_says_which_limit_cut_and_how_long_a_turn_took():
     members = (Trajectory("a", task, (cut, cut)), Trajectory("b", task, (cut, full)))
     found = describe([Group("g", task, members)], 0, max_tokens=2)
     assert found["truncated/turns_by_max_tokens"] == 0.75 and found["truncated/episodes_by_context"] == 0.5
+    # an agent may ask for less than the run allows: then neither limit has cut the answer
+    by_agent = describe([Group("g", task, members)], 0, max_tokens=2, context=100)
+    assert by_agent["truncated/episodes_by_context"] == 0.0
+    assert describe([Group("g", task, members)], 0, max_tokens=2, context=5)["truncated/episodes_by_context"] == 0.5
     assert (found["seconds/turn_sampled"], found["seconds/turn_answered"]) == (0.2, 2.0)
     assert found["answers/distinct"] == 1.0 and found["tokens_per_turn"] == 1.75
 

@@ -56,7 +56,8 @@ class Loop:
     seed: int = 0
     schedule: CheckpointSchedule = field(default_factory=lambda: CheckpointSchedule(20))
     start: int = 0
-    max_tokens: int = 0  # of a turn; metrics tell by it which limit cut a turn
+    max_tokens: int = 0  # of a turn; metrics tell by it, and by the context window, which limit cut a turn
+    context: int = 0
     keep_tokens: int = 0  # for how many steps the ledger keeps what was computed for each token; 0: none
     remeasure_tokens: int = 0  # of how many tokens of a kept step the log-probability is measured again after it
     stop_requested: Callable[[], bool] = lambda: False  # checked after each step
@@ -128,7 +129,7 @@ class Loop:
         rollout_metrics, advantages = dict[str, float](), dict[str, float]()
 
         def while_waiting() -> None:
-            rollout_metrics.update(describe(fresh, self.learner.version, self.max_tokens))
+            rollout_metrics.update(describe(fresh, self.learner.version, self.max_tokens, self.context))
             batch = credited_batches[0]
             advantages.update(zip(batch.trajectory_ids, batch[Column.ADVANTAGE].at(TOKEN).mean(TRAJECTORY).x.tolist()))
             self.ledger.flush()

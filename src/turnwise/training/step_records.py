@@ -183,8 +183,9 @@ def token_values(
 # ------------------------------------------------ metrics of a batch of rollouts
 
 
-def describe(groups: Sequence[Group], version: int, max_tokens: int = 0) -> dict[str, float]:
-    """``max_tokens``: the limit of a turn, by which a turn it cut differs from one that the context window cut."""
+def describe(groups: Sequence[Group], version: int, max_tokens: int = 0, context: int = 0) -> dict[str, float]:
+    """``max_tokens``, ``context``: the limits of a turn and of a dialogue, by which turns that one of them cut differ from those
+    that the caller of an agent cut."""
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
         return {"groups": 0.0, "trajectories": 0.0, "tokens": 0.0}
@@ -202,7 +203,7 @@ def describe(groups: Sequence[Group], version: int, max_tokens: int = 0) -> dict
         "tool_calls/unread": sum(float(turn.facts.get(UNREAD_TOOL_CALLS, 0.0)) for turn in turns) / n,
         "restarts": sum(turn.restart for turn in turns) / n,
         **_outcomes(groups, trajectories),
-        **_limits(trajectories, turns, max_tokens),
+        **_limits(trajectories, turns, max_tokens, context),
         **_ages(trajectories, turns, version),
         # mean seconds of a turn, as its episode waits for them: sampling, and the environment's reply
         "seconds/turn_sampled": sum(turn.seconds_generating for turn in turns) / m,
@@ -234,7 +235,9 @@ def _outcomes(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> di
     }
 
 
-def _limits(trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_tokens: int) -> dict[str, float]:
+def _limits(
+    trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_tokens: int, context: int
+) -> dict[str, float]:
     """Shares of episodes and turns that a limit cut, by the limit."""
     n, m, by_tokens, by_context = len(trajectories), max(1, len(turns)), 0, 0
     for t in trajectories:
@@ -243,6 +246,7 @@ def _limits(trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_token
         # the context window ended this episode, before a turn or within its last one
         last = t.turns[-1] if t.turns else None
         within = last is not None and last.stop == Stop.LENGTH and len(last.tokens) < max_tokens
+        within &= t.fork is not None or _ids_read(t) >= context
         by_context += within or t.limit == Limit.CONTEXT
     return {
         "tokens_per_turn": sum(len(turn.tokens) for turn in turns) / m,
@@ -256,6 +260,14 @@ def _limits(trajectories: Sequence[Trajectory], turns: Sequence[Turn], max_token
             if (cut := sum(t.limit == limit for t in trajectories))
         },
     }
+
+
+def _ids_read(trajectory: Trajectory) -> int:
+    """How long the last sequence of a trajectory is that forks from none."""
+    ids = 0
+    for turn in trajectory.turns:
+        ids = (0 if turn.restart else ids) + len(turn.context) + len(turn.tokens)
+    return ids
 
 
 def _calls_of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -233,6 +233,7 @@ class Trainer:
                     schedule=self.schedule,
                     start=start,
                     max_tokens=s.max_tokens,
+                    context=s.context,
                     keep_tokens=s.keep_tokens,
                     remeasure_tokens=s.remeasure_tokens,
                     stop_requested=lambda: bool(self.stop.received),
