@@ -4,6 +4,7 @@ is loaded and before the first rollout, with exit status 2, and leaves nothing b
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -41,6 +42,8 @@ def returns_text(completion):
     return "good"
 def returns_one(completions, **columns):
     return [1.0]
+def forgets_to_return(completion, answer):
+    completion == answer
 def needs_colour(completion, colour):
     return 1.0
 def takes_nothing():
@@ -105,6 +108,7 @@ MISTAKES = {  # command: what it must say
     f"{PROMPTS} --reward beginner.py:reads_numbers": ["'I do not know.': ValueError", "--reward-failure 0"],
     f"{PROMPTS} --reward beginner.py:returns_text": ["returned 'good'; return a number"],
     f"{PROMPTS} --reward beginner.py:returns_one": ["returned 1 values for 2 answers"],
+    f"{PROMPTS} --reward beginner.py:forgets_to_return": ["for the first 8 rows of prompts.jsonl: all return None", "`return`"],
     f"{PROMPTS} --reward beginner.py:needs_colour": ["requires 'colour'", "columns: answer, ground_truth, prompt"],
     f"{PROMPTS} --reward beginner.py:takes_nothing": ["takes no arguments"],
     # method, model, settings
@@ -115,6 +119,8 @@ MISTAKES = {  # command: what it must say
     "train --data prompts.jsonl --reward exact --model base": ["has no chat template; give one with --template"],
     f"{REWARDED} --max-turns -1": ["--max-turns is -1"],
     f"{REWARDED} --lr -1": ["--lr is -1"],
+    f"{REWARDED} --temperature 0": ["would all be alike", "write --temperature 1"],
+    f"{REWARDED} --max-tokens 4000": ["a turn may have 4000 tokens", "write a larger --context"],
     f"{REWARDED} --group-size 1": ["write --group-size 2 or more"],
     f"{REWARDED} --device mps": ["Apple's GPUs are not supported; write --device cpu"],
     f"{REWARDED} --device gpu": ["no device 'gpu'; write cpu, cuda or auto"],
@@ -125,6 +131,7 @@ MISTAKES = {  # command: what it must say
     f"{REWARDED} --agent nowhere:agent": ["no module 'nowhere'"],
     f"{REWARDED} --agent beginner:nothing": ["has no function 'nothing'"],
     f"{REWARDED} --agent beginner:takes_a_prompt": ["takes (prompt)", "async def agent(task, client)"],
+    f"{REWARDED} --agent 'python nofile.py'": ["names nofile.py, which is no file in"],
     f"{REWARDED} --agent beginner:yields": ["yields values", "return the reward"],
     f"{REWARDED} --agent beginner:AgentClass": ["is a class"],
     f"train gigpo {REWARDED[6:]} --agent beginner:agent": ["compares the states of turns"],
@@ -175,7 +182,7 @@ def listing(folder):
 @pytest.mark.parametrize("command", MISTAKES)
 def test_a_mistake_is_answered_before_the_first_rollout(command, desk, capsys):
     before = listing(desk)
-    assert main(command.split()) == 2
+    assert main(shlex.split(command)) == 2
     said = capsys.readouterr().err
     assert all(words in said for words in MISTAKES[command]), said
     assert len(said.strip().splitlines()) == 1 and "info['success']" not in said

@@ -18,6 +18,10 @@ async def fails(task, client):
     await client.chat.completions.create(messages=list(task.messages))
     raise ValueError("odd")
 
+async def generous(task, client):
+    await client.chat.completions.create(messages=list(task.messages))
+    return 1.0
+
 async def forgets(task, client):
     await client.chat.completions.create(messages=list(task.messages))
 """
@@ -37,7 +41,14 @@ def test_a_good_agent_has_no_problems_and_what_was_tried_is_told(tmp_path, monke
     assert "(100.0%) continued token for token" in report.text()
 
 
-@pytest.mark.parametrize(("name", "words"), [("fails", "ValueError: odd"), ("forgets", "what its episode was worth")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fails", "ValueError: odd"),
+        ("forgets", "what its episode was worth"),
+        ("generous", "get the same reward, 1"),
+    ],
+)
 def test_a_bad_agent_has_problems(name, words, tmp_path, monkeypatch):
     report = check(tmp_path, monkeypatch, name)
     assert not report.ok and any(words in problem for problem in report.problems)

@@ -110,6 +110,9 @@ def process_agent(command: str) -> Agent:
         raise SettingError(
             f"the agent {command!r} is a command, and there is no program {program!r}; or write module:function"
         )
+    missing = next((word for word in shlex.split(command)[1:] if word.endswith(".py") and not Path(word).is_file()), "")
+    if missing:
+        raise SettingError(f"the agent {command!r} names {missing}, which is no file in {Path.cwd()}")
     return ProcessAgent(command)
 
 
@@ -332,6 +335,12 @@ def _report(played: Mapping[str, list[Trajectory]], twice: list[Trajectory], fir
             problems.append(
                 "a policy that knows the answer never gets a reward: does the agent return it, or call task.step?"
             )
+    rewards_given = {t.reward for episodes in played.values() for t in episodes}
+    if spec.paid_from > 0 and len(played) > 1 and len(rewards_given) == 1 and rewards_given != {0.0}:
+        problems.append(
+            f"a policy that knows the answer and one that talks nonsense get the same reward, {rewards_given.pop():g}: "
+            "it does not tell right from wrong, so there is nothing to learn"
+        )
     calls, again = (
         [[(turn.context, turn.tokens, turn.reward, turn.restart) for turn in t.turns] for t in episodes]
         for episodes in (played[first], twice)

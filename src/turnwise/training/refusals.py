@@ -212,9 +212,15 @@ def _scorers_and_servers(plan: RunPlan) -> Iterator[str]:
         check_reward_functions(s, plan.env_spec.env_class, plan.given.rewards)
     check_judge(s)
     check_generators(s, on_gpu=has_gpu() and not s.device.startswith("cpu"))
+    if not s.offline and s.temperature == 0:
+        yield "temperature is 0: the rollouts of a task would all be alike, and nothing could be learned; write --temperature 1"
+    if not s.offline and s.max_tokens >= s.context:
+        yield (
+            f"a turn may have {s.max_tokens} tokens (--max-tokens), a whole dialogue {s.context} (--context), its prompt "
+            "included; write a larger --context"
+        )
     for temperature in (s.temperature, s.eval_temperature):
         Sampling(temperature=temperature, top_p=s.top_p, top_k=s.top_k, min_p=s.min_p, max_tokens=s.max_tokens)
-    yield from ()
 
 
 def _grammars(plan: RunPlan) -> Iterator[str]:

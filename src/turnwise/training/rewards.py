@@ -16,7 +16,7 @@ from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Group
-from turnwise.data.prompts import PromptFile
+from turnwise.data.prompts import PromptFile, PromptRow
 from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
 from turnwise.engines.remote.http import ServerAddress
 from turnwise.environments.base import overrides
@@ -38,6 +38,7 @@ FIRST_ERROR = "first_error:"  # begins the value that names the folder of a rewa
 CACHE = "judge.sqlite"
 PARALLEL = 16
 DUMMY = "I do not know."  # an answer to try reward functions on
+TRIED_ROWS = 8
 PROBE = ({"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes"})
 
 
@@ -67,28 +68,40 @@ def check_reward_functions(settings: Settings, env_class: type, objects: Mapping
     try:
         check_rewards(functions, columns)
         if data is not None and settings.reward_failure == "fail":
-            _try_rewards(functions, data.file, settings.reward_seconds)
+            _try_rewards(functions, data.file, settings.reward_seconds, bool(settings.judge))
     finally:
         for function in functions:
             function.close()
 
 
-def _try_rewards(functions: Sequence[RewardFunction], file: PromptFile, seconds: float) -> None:
-    """Score the reference answer of the first row, where it has one, and a dummy: two, since a list must be as long."""
-    row = file.rows[0]
-    texts = (DUMMY if row.answer is None else row.answer, DUMMY)
+def _try_rewards(functions: Sequence[RewardFunction], file: PromptFile, seconds: float, judged: bool) -> None:
+    """Score answers to the first row; to further ones while no function applies, which is so for some rows of a mixture."""
+    rows = [file.rows[i] for i in range(min(TRIED_ROWS, len(file.rows)))]
+    if not any(_scores(functions, file, row, seconds) for row in rows) and not judged:
+        raise SettingError(
+            f"no reward function gives a number for the first {len(rows)} rows of {file.path}: all return None, as a function "
+            "without `return` does; return a number, and None only for rows that another function scores"
+        )
+
+
+def _scores(functions: Sequence[RewardFunction], file: PromptFile, row: PromptRow, seconds: float) -> bool:
+    """Whether any function gives a number for the reference answer of a row, where it has one, or for a dummy: two answers, since
+    a list must be as long."""
+    texts, scored = (DUMMY if row.answer is None else row.answer, DUMMY), False
     samples = tuple(AnswerSample(text, [{"role": "assistant", "content": text}]) for text in texts)
     answers = AnswerGroup(row.prompt if isinstance(row.prompt, str) else list(row.prompt), samples, row.columns)
     for function in functions:
         score = partial(call_here, function.score, seconds=seconds) if function.runs_here else function.score
         with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop, and a function may start one
             outcomes = thread.submit(score, answers).result()
+        scored |= any(outcome.score is not None for outcome in outcomes)
         for text, outcome in zip(texts, outcomes):
             if outcome.fault:
                 raise SettingError(
-                    f"reward {function.spec.label!r} fails on the first row (line {row.line} of {file.path}) with the answer "
+                    f"reward {function.spec.label!r} fails on a row (line {row.line} of {file.path}) with the answer "
                     f"{text!r:.60}: {outcome.fault}; mend the function, or write --reward-failure 0 to give 0 where it fails"
                 )
+    return scored
 
 
 @contextlib.contextmanager
