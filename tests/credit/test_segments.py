@@ -140,6 +140,38 @@ def test_arpo(seed):
     same_loss(recipes.build("arpo"), batch, policy, reference, surrogate(reference, found))
 
 
+@pytest.mark.parametrize("hyper", [{}, {"beta": 0.7, "local": 2.0, "kl": 0.1}])
+@some
+@given(seed=SEEDS)
+def test_ib_tpo(hyper, seed):
+    groups = forests.forest(seed, inside=False)
+    reference, batch, policy = forests.owned(groups)
+    copies = forests.whole(groups)
+    for group, rows in zip(groups, copies):
+        for i, (branch, row) in enumerate(zip(group, rows)):
+            for k, turn in enumerate(row.turns):  # those before the fork are the parent's
+                shared = branch.parent is not None and k < row.facts["pivot"]
+                turn.facts["node"] = rows[branch.parent].turns[k].facts["node"] if shared else (i, k)
+    expected = forests.by_token(copies, oracle.ib_tpo(copies, hyper.get("beta", 5.0), hyper.get("local", 0.1)))
+    recipe = recipes.build("ib_tpo", **hyper)
+    found = credit(recipe, batch).tolist()
+    for at, (g, key) in enumerate(forests.natural(groups)):
+        assert [found[at]] * len(expected[g][key]) == pytest.approx(expected[g][key], rel=1e-8, abs=1e-8)
+    loss = surrogate(reference, found, over="row", kl=hyper.get("kl", 1e-3))
+    same_loss(recipe, batch, policy, reference, loss)
+    plain = credit(recipes.build("ib_tpo", local=0.0), batch)  # identity: without the local part, ARPO's tree of means
+    close(plain, credit(recipes.build("arpo"), batch))
+
+
+def test_ib_tpo_inside_one_response():
+    token = lambda: records.token(-1.0, reference=math.log(0.5))  # noqa: E731
+    first = Trajectory([Turn([token(), token()], 1.0)])
+    group = [forests.Branch(first), forests.Branch(Trajectory([Turn([token()], 0.0)]), 0, (0, 1))]
+    _, batch, _ = forests.owned([group])
+    local = recipes.build("ib_tpo").advantage.right(batch).at(TOKEN).x  # 0.1 · (p(s)/p(parent) − 1.2)/2
+    close(local, [0.1 * (x - 1.2) / 2 for x in (1.0, 2.0, 0.0)])
+
+
 @pytest.mark.parametrize(
     "hyper, theirs",
     [({}, {}), ({"alpha": 1.5, "best": 0.75, "perfect": 1.5, "tau": 0.5}, {"alpha": 1.5, "best": 0.75, "tau": 0.5})],

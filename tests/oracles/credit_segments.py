@@ -89,6 +89,33 @@ def spo_segment(batch: Batch, rho: float = 0.9, m: int = 5) -> Result:
     return Result(advantage, constant(0.0), {"mask": mask})
 
 
+def ib_tpo(batch: Batch, beta: float = 5.0, weight: float = 0.1) -> list[float]:
+    """IB-TPO: whole trajectories of a tree of steps; turn.facts["node"] names a step, the same in all that share it."""
+    out: list[float] = []
+    for group in batch:
+        rewards = [total(trajectory) for trajectory in group]
+        below: dict[Hashable, list[float]] = {"root": rewards}
+        for trajectory, reward in zip(group, rewards):
+            for turn in trajectory.turns:
+                below.setdefault(turn.facts["node"], []).append(reward)
+        for trajectory in group:
+            above: Hashable = "root"
+            for turn in trajectory.turns:
+                node = turn.facts["node"]
+                # Card: "p(a*|s) = mean reward of leaves under node s"
+                here, parent = mean(below[node]), mean(below[above])
+                # Card: "global A_GL = (p(a*|s) - p(a*|q))/std of leaf rewards"; a lone leaf gets 0
+                lead = (here - mean(rewards)) / (std(rewards) + 1e-6) if len(rewards) > 1 else 0.0
+                # Card: "if p(a*|s_p)=0 set the ratio to 0"; "length-normalised probability"
+                quotient = here / parent if abs(parent) > 0 else 0.0
+                if turn.tokens:
+                    likelihood = math.exp(mean([token.reference for token in turn.tokens]))
+                    # Card: "local A_IB = (p(a*|s)/p(a*|s_p) - (1+1/beta)) pi_ref(s); A = A_GL + lambda A_IB"
+                    out += [lead + weight * (quotient - (1 + 1 / beta)) * likelihood] * len(turn.tokens)
+                above = node
+    return out
+
+
 def spo_tree(batch: Batch, normalise: bool = False) -> Result:
     """SPO (segment), tree: a group is a tree, a turn an edge, turn.facts["node"] the node that the turn ends in.
 

@@ -110,8 +110,7 @@ def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0, seg
     Paper: Information Bottleneck Driven Tree-based Policy Optimization, arXiv 2605.28109.
     Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5.
     Deviation: a step is a turn, or segment tokens of one, not a paragraph; π(child) is the mean by token; where p is 0,
-    p(child)/p is 0. The local advantage of the paper is left out: combine it with a credit for trees, such as that of
-    spo_tree (λ = 0).
+    p(child)/p is 0. The method ib_tpo credits such a tree.
     Sure of: the score (notes on the paper), the guards (ours)."""
     return BottleneckTree(trunks, best, each, beta, segment)
 
