@@ -42,6 +42,7 @@ def train(
     strategy: str = '',  # how the rollouts of a group grow: branch, arpo, spo_tree ...; empty: the method's own
     guidance: str = '',  # help for hard tasks: ghpo, scaf, pope, prefix ...; empty: the method's own
     replay: str = '',  # past trajectories mixed into a step: spear, arpo_gui ...; empty: the method's own
+    mask_truncated: bool = False,  # leave the tokens of episodes that a limit cut (turns, context, tokens) out of the loss, with any method
     env: Any = 'calculator',  # environment: a name of `turnwise environments`, module:Class or file.py:Class; ,key=value gives arguments
     difficulty: tuple[int, ...] = (1, 2, 3),  # difficulties to train and evaluate on, unless the environment suggests others
     max_turns: int = 0,  # maximum turns per episode; 0: the environment's own
@@ -72,7 +73,8 @@ def train(
     eval_data: Any = '',  # rows that are only evaluated on; empty: a share of --data is held out
     held_out_share: float = 0.1,  # share of the prompts of --data that is held out, by content
     tools: tuple[str, ...] = (),  # tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function
-    demos: str = '',  # demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)
+    demos: str = '',  # demonstrations: a file of dialogues, a run's folder, or a scripted policy of the environment (oracle, demonstrator)
+    solutions: str = '',  # solutions for guidance: the folder of a run, or a file of dialogues; empty: the environment's or rows' own
     demo_share: float = 0.2,  # share of the batch for demonstrations that belong to no task of the environment
     reward: Any = (),  # reward functions: file.py:function, module:function, exact, majority, math, code, regex:pattern=X, json_schema; with weights as in 0.5*exact,my.py:score
     reward_seconds: float = 10.0,  # time limit of one call of a reward function, in seconds
@@ -149,6 +151,7 @@ def train(
     report_to: tuple[str, ...] = ...,  # TRL's name of trackers
     output_dir: str = ...,  # TRL's name of out
     gradient_checkpointing: bool = ...,  # TRL's name of recompute
+    mask_truncated_completions: bool = ...,  # TRL's name of mask_truncated
 ) -> dict[str, Any]:
     """Train an agent and return the summary of the run.
 

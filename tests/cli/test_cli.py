@@ -242,7 +242,7 @@ def test_version(capsys):
         ("train gspo --credit", "expected one argument"),
         ("train gspo --credit gigpoo", "did you mean 'gigpo'"),
         ("train gspo --credit dpo", "the credit of dpo does not go with this method"),
-        ("train gspo --credit gigpo", "requires the state in which a turn was taken"),
+        ("train gspo --credit gigpo --env countdown", "compares turns that were taken in equal states"),
         ("train gspo --credit rloo --credit-omega 1", "unknown setting '--credit-omega'"),
         ("train gspo --credit gigpo --credit-omega x --env guess", "omega is 'x'"),
         ("train luffy", "luffy learns from demonstrations; write --demos FILE"),

@@ -149,7 +149,8 @@ class DataSection:
         (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"
     )
     demos: str = setting(
-        "", "demonstrations: a .jsonl file of dialogues, or a scripted policy of the environment (oracle, demonstrator)"
+        "",
+        "demonstrations: a file of dialogues, a run's folder, or a scripted policy of the environment (oracle, demonstrator)",
     )
     solutions: str = setting(
         "", "solutions for guidance: the folder of a run, or a file of dialogues; empty: the environment's or rows' own"

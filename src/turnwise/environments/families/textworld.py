@@ -61,7 +61,8 @@ class TextWorldEnvironment(LimitedEpisode):
 
     def close(self) -> None:
         if self.game is not None:
-            self.game.close()
+            with ONE_CALL:
+                self.game.close()
 
     # ---- scripted policies
     def oracle(self) -> Action:
