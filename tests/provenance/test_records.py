@@ -23,9 +23,9 @@ from turnwise.recipes.provenance import UNKNOWN, ClipBounds, KLTerm, Optimiser
 RECORDED = [name for name in recipes.METHODS if record_of(name)]
 UNRECORDED = {  # methods of each family without a record, whose docstring still says what they are sure of: fewer every time
     "actor_critic": 7,
-    "trust_region": 18,
-    "off_policy": 11,
-    "entropy": 7,
+    "trust_region": 17,
+    "off_policy": 10,
+    "entropy": 6,
     "tool_agents": 3,
     "turn_credit": 9,
     "group_credit": 17,

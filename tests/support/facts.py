@@ -263,13 +263,13 @@ def edge(recipe: Recipe, sign: float, way: int) -> float | None:
     )  # a mask may close tokens whatever their ratio
     if not alive.any():
         raise ValueError("no gradient at any ratio: a mask is closed")
-    begin, end = 0.0, way * 3.9
+    begin, end = 0.0, way * 3.0  # a ratio of 20: beyond it a soft gate ends by rounding
     for _ in range(3):
         grid = torch.linspace(begin, end, 401, dtype=torch.float64)
         slope = slope_at(recipe, sign, grid)[alive]
         grid, dead = grid[alive], (slope == 0).nonzero().flatten().tolist()
         if not dead:
-            return None if abs(end) > 3 else math.nan
+            return None if abs(end) == 3.0 else math.nan
         first = dead[0]
         if first == 0 or len(dead) != len(grid) - first:
             return math.nan

@@ -132,8 +132,7 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
 
     Paper: The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617.
     Settings: fraction 2e-3 (7B), 2e-4 (32B), beta 1.
-    Deviation: means over the whole step, not the micro-batch.
-    Sure of: the formula (official code)."""
+    Deviation: means over the whole step, not the micro-batch."""
     penalty = WeightedPenalty(beta, HighCovarianceDrift(fraction))
     return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,))
 

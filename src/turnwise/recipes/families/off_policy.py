@@ -187,7 +187,6 @@ def vespo(rise: float = 2.0, decay: float = 3.0, rise_negative: float = 3.0, dec
     φ(w) = w^k exp(λ(1 − w)), w = Πₜ ρₜ, (k, λ) by the sign of A;  ∇J = token mean of sg[φ] A ∇ log π
 
     Paper: VESPO: Variational Sequence-Level Soft Policy Optimization, 2026.
-    Settings: k 2 and λ 3 where A ≥ 0, k 3 and λ 2 where A < 0.
-    Sure of: formula, average and constants (released code of a public trainer)."""
+    Settings: k 2 and λ 3 where A ≥ 0, k 3 and λ 2 where A < 0."""
     gate = GammaWeight(rise, decay, rise_negative, decay_negative)
     return Recipe(advantage=Standardise(), ratio=Product(TRAJECTORY), gate=gate, aggregate=Mean(TOKEN))

@@ -256,8 +256,7 @@ def sapo(pos: float = 1.0, neg: float = 1.05) -> Recipe:
     J = 1/G Σᵢ 1/|yᵢ| Σₜ (4/τ) σ(τ(ρₜ − 1)) Aᵢ,  τ by the sign of A
 
     Paper: Soft Adaptive Policy Optimization, arXiv 2511.20347.
-    Settings: pos 1.0, neg 1.05.
-    Sure of: the formula (official, three public trainers agree)."""
+    Settings: pos 1.0, neg 1.05."""
     return Recipe(advantage=Standardise(), gate=SigmoidGate(pos, neg))
 
 
