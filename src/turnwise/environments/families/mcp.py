@@ -134,6 +134,7 @@ def _innermost(fault: BaseException) -> BaseException:
 class McpEnvironment(LimitedEpisode):
     """One task. ``environment`` makes a subclass for each server."""
 
+    deterministic = False  # a tool may act on the world
     suggests: ClassVar[Mapping[str, Any]] = {"context": 1024, "max_tokens": 64}
     command: ClassVar[str]
     rows: ClassVar[Mapping[str, Sequence[Row]]]  # by split
