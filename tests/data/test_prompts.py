@@ -136,11 +136,12 @@ def test_bad_rows_are_named_together(tmp_path):
         {"text": "q"},
         {"prompt": [{"role": "robot", "content": "q"}]},
         {"prompt": 3},
-        {"prompt": ""},
+        {"prompt": None, "answer": "2"},
     ]
     with pytest.raises(SettingError) as raised:
         read_prompts(write(tmp_path / "a.jsonl", rows))
     message = str(raised.value)
+    assert "line 5: prompt is empty" in message
     assert "4 of 5 rows" in message and "line 2" in message and "robot" in message and "write prompt" in message
 
 

@@ -10,7 +10,7 @@ from support import finished_runs
 
 from turnwise.cli.main import main
 from turnwise.inspector.audit.report import synthetic_batch
-from turnwise.inspector.page.views.table import VIEWS
+from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS
 
 SMALL = {  # of the sweep
     "env": "guess", "difficulty": (1,), "hidden": 32, "layers": 1, "vocabulary": 320, "cold_steps": 4, "cold_batch": 8,
@@ -34,6 +34,13 @@ def printed(capsys) -> dict:
 def test_view_prints_each_view_as_json(finished, name, capsys):
     assert main(["view", str(finished("grpo")), "--json", "--view", name]) == 0
     assert printed(capsys)["blocks"]
+
+
+def test_the_help_of_view_lists_every_view(capsys):
+    with pytest.raises(SystemExit):
+        main(["view", "--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in (*VIEWS, *OTHER_PAGES) if f"{name}," not in shown and f"{name} [" not in shown] == []
 
 
 def test_view_exports_one_file_and_refuses_nonsense(finished, tmp_path, capsys):

@@ -91,6 +91,23 @@ def test_a_solved_run_is_called_solved(tmp_path):
     assert not {f.rule for f in diagnosis.alarms} & {"no spread of rewards", "identical answers", "entropy collapse"}
 
 
+def test_a_run_that_solves_its_held_out_tasks_is_solved_though_its_answers_are_alike(tmp_path):
+    plan = faults.healthy(3)
+    faults.metric("answers/distinct", 0.28)(plan)
+    plan.after = {"success": 0.985, "interval": [0.957, 0.995]}
+    diagnosis = diagnose(faults.write_run(tmp_path / "run", plan))
+    assert "the run is solved" in diagnosis.text() and "98.5% of the held-out tasks succeed" in diagnosis.text()
+    plan.after = {"success": 1.0, "interval": [0.51, 1.0]}  # four of four
+    assert "solved" not in found(tmp_path, plan, "few")
+
+
+def test_without_a_gradient_nothing_is_pushed_down(tmp_path):
+    plan = faults.healthy(3)
+    faults.also(faults.every(reward=1.0, groups__zero_variance=1.0, advantage__size=0.0, grad_norm=0.0,
+                             gradient_share__positive_advantage=0.0))(plan)  # fmt: skip
+    assert "only pushed down" not in found(tmp_path, plan)
+
+
 def test_a_reward_that_never_differs_is_not_solved(tmp_path):
     plan = faults.healthy(3)
     faults.also(faults.every(reward=1.0, groups__zero_variance=1.0, advantage__size=0.0, grad_norm=0.0))(plan)

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from turnwise.core.records import Fork, Group, Task, Trajectory, Turn
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, StoreError
 from turnwise.inspector.factors.movement import agreement, pushes_in_context
 from turnwise.inspector.factors.stored_step import StoredStep
-from turnwise.inspector.page.blocks import DataTable, ViewQuery, as_json, curves
+from turnwise.inspector.page.blocks import DataTable, ViewPage, ViewQuery, as_json, curves
 from turnwise.inspector.page.render import render_export, render_page
 from turnwise.inspector.page.serving import export_view, find_runs, view_json
 from turnwise.inspector.page.views.groups import classify
 from turnwise.inspector.page.views.opening import telling_step
 from turnwise.inspector.page.views.table import OTHER_PAGES, VIEWS, show_view
 from turnwise.inspector.page.views.tokens import impossible_methods, movement_sentence, push_sentence
+from turnwise.inspector.page.views.transcripts import transcript
 from turnwise.inspector.queries import RunReader, StepMetrics, TaskRow
 from turnwise.observe.charts import LineChart, Series, line_chart
 from turnwise.store.ledger import SqliteLedger
@@ -180,6 +181,22 @@ def test_a_solved_run_says_so(tmp_path):
         assert "This run is solved: since step 5 every trajectory got the highest reward" in text
 
 
+def test_the_overview_begins_with_the_result_on_held_out_tasks(tmp_path):
+    path = solved_run(tmp_path)
+    for when, success, interval in (("before", 0.31, [0.25, 0.38]), ("after", 0.985, [0.957, 0.995])):
+        summary = {"success": success, "interval": interval}
+        (path / f"evaluation_{when}.json").write_text(json.dumps({"summary": summary, "rows": []}))
+    with RunReader(path) as run:
+        assert show_view("overview", run, ViewQuery()).blocks[0].text == "31 % → 98.5 % of held-out tasks, solved."
+
+
+def test_a_step_that_a_run_does_not_have_is_refused_with_those_it_has(trained):
+    last = trained.steps()[-1]
+    for view, step in (("why", 9999), ("step", -1), ("overview", last + 1)):
+        with pytest.raises(StoreError, match=f"no step {step}: it has steps 1 to {last}"):
+            show_view(view, trained, ViewQuery.parse({"step": str(step)}))
+
+
 def stored(trajectories, columns):
     sizes = tuple(len(columns["logp"]) // len(trajectories) for _ in trajectories)
     return TokenColumns(0, 0, trajectories, sizes, {name: np.array(x, "<f4") for name, x in columns.items()})
@@ -312,6 +329,62 @@ def test_failures_are_counted_by_cause_and_equal_transcripts_are_one_row(tmp_pat
         for name in ("after.1", "after.x", "before.²", "else.0", "after." + "1" * 400):
             note = show_view("failures", run, ViewQuery.parse({"trajectory": name})).blocks[0]
             assert "no held-out episode" in note.text
+
+
+def test_what_siblings_share_is_marked_up_to_the_fork(tmp_path):
+    """Three answers to one task: the first is compared with the one that leaves it first, the others with the first."""
+    folder = RunDir.create(tmp_path, "forking", {"method": "grpo", "env": "sum"})
+    answers = {"a": ((5, 6, 7), 1.0), "b": ((5, 6, 8), 0.0), "c": ((5, 9), 0.0)}
+    members = [Trajectory(n, Task("sum", 1), (Turn((1,), ids, reward=r),), success=r > 0) for n, (ids, r) in answers.items()]
+    with SqliteLedger(folder.ledger) as ledger:
+        ledger.issue("g", members[0].task, 0, 0)
+        ledger.finish(Group("g", members[0].task, tuple(members)), 0)
+        ledger.drop("g", "test", 0)
+    with RunReader(folder.path) as run:
+        page = show_view("siblings", run, ViewQuery(group="g"))
+        sides = next(block for block in page.blocks if hasattr(block, "left"))
+        cells = {t.title[0]: [c for turn in t.turns for c in turn.tokens] for t in (*sides.left, *sides.right)}
+        # a text of these tokens is [5], so two different ones share the bracket
+        assert {n: [c.shared for c in row] for n, row in cells.items()} == {"a": [3, 1, 0], "b": [3, 3, 1], "c": [3, 1]}
+        assert '<span class="same">[5]</span>' in render_page(page, run.name, [])
+
+
+def test_a_token_that_was_not_measured_is_hatched(trained):
+    one = Trajectory("a", Task("sum", 1), (Turn((1,), (5, 6, 7)),))
+    cut = transcript(trained, one, [0.5, math.nan], lambda i: "", lambda i: None, full=1.0)
+    assert cut.unmeasured and [math.isnan(c.tone) for c in cut.turns[0].tokens] == [False, True, True]
+    html = render_page(ViewPage("why", "Why", "", [cut]), "run", [])
+    assert html.count('class="tok unmeasured"') == 3 and "not measured</span>" in html  # two tokens and the legend
+    whole = transcript(trained, one, [0.5, 0.1, 0.0], lambda i: "", lambda i: None, full=1.0)
+    assert not whole.unmeasured and not transcript(trained, one, [], lambda i: "", lambda i: None).unmeasured
+
+
+def test_views_with_nothing_to_tell_say_so_in_one_sentence(tmp_path):
+    """Two steps of two groups, all trained on, each with a task of its own."""
+    folder = RunDir.create(tmp_path, "even", {"method": "grpo", "env": "sum"})
+    with SqliteLedger(folder.ledger) as ledger:
+        for step in (0, 1):
+            names = [f"g{step}{n}" for n in (0, 1)]
+            for n, name in enumerate(names):
+                task = Task("sum", 10 * step + n)
+                ledger.issue(name, task, 0, step)
+                ledger.finish(Group(name, task, (replace(played(f"{name}.0", "4", True), task=task),)), step)
+            ledger.train(names, step)
+    with RunReader(folder.path) as run:
+        text = view_json(run, "prompts", ViewQuery())
+        assert "Every step trained on all of its 2 groups" in text and '"DataTable"' not in text
+        text = view_json(run, "tasks", ViewQuery())
+        assert "Every task was seen once (4 tasks)" in text and '"DataTable"' not in text
+
+
+def test_sampler_and_learner_that_agree_are_one_sentence(trained):
+    blocks = show_view("policy", trained, ViewQuery(step=2)).blocks
+    assert any(b.text.startswith("Step 2: sampler and learner agree") for b in blocks if hasattr(b, "level")), blocks
+    assert not [b for b in blocks if isinstance(b, DataTable)]
+
+
+def test_rows_with_sentences_become_cards_in_a_narrow_window():
+    assert DataTable("t", ("a",), [("x" * 41,)]).wordy and not DataTable("t", ("a", "b"), [("x" * 40, 1.0)]).wordy
 
 
 def test_what_if_opens_on_a_method_that_the_run_can_compute(trained):

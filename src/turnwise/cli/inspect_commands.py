@@ -214,7 +214,7 @@ def view(argv: Sequence[str]) -> int:
     parser.add("runs", nargs="*", metavar="RUN", help="run directories, or folders of runs [runs]")
     parser.add("--port", type=int, default=0, help="port on 127.0.0.1; 0: any free one [0]")
     parser.add("--no-browser", action="store_true", help="only print the address")
-    names = "overview, why, what-if, siblings, gradient, policy, prompts, waits, tasks, reward, step, search"
+    names = "overview, failures, why, what-if, siblings, gradient, policy, prompts, waits, tasks, reward, step, search"
     parser.add("--view", default="overview", help=f"the view of --json and --export: {names} [overview]")
     parser.add("--export", default="", metavar="FILE", help="write one view as one HTML file instead of serving")
     for name in VIEW_NUMBERS:

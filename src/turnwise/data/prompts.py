@@ -131,6 +131,8 @@ def prompt_row(line: int, columns: Mapping[str, Any]) -> tuple[PromptRow, list[s
     values = {name: value for name, value in columns.items() if value is not None}
     column = next((name for name in PROMPT_COLUMNS if values.get(name)), "")
     if not column:
+        if empty := [name for name in PROMPT_COLUMNS if name in columns]:
+            raise InvalidRow(f"{empty[0]} is empty")
         names = ", ".join(map(str, list(columns)[:8])) or "none"
         raise InvalidRow(f"columns {names}; write prompt (or one of {', '.join(PROMPT_COLUMNS[1:])})")
     prompt, spoken = _prompt(values[column], column)

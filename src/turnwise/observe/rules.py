@@ -29,6 +29,7 @@ MISMATCH_GROWTH = 4.0  # times the mismatch of the first steps
 FIRST_STEPS = 3  # steps over which the first mismatch is averaged
 TREND_STEPS = 8  # steps below which first and last quarter are no trend
 SOLVED_STEPS = 3  # in a row at the end: one lucky step is not yet a solved run
+SOLVED_LEAST = 0.9  # success at the lower end of its 95 % interval: 4 of 4 held-out tasks prove little
 TOO_OLD = "older than staleness"  # begins the reason of a group that was dropped for its age
 LOST = "lost by a fault of the machine"  # the same, of a group that was played and dropped for that
 DROPPED, FAILED = "dropped/", "trajectory: "  # begin the metric of a reason, and the reason of a failed trajectory
@@ -133,10 +134,13 @@ class RunFacts:
         return {name: (values[0], values[-1]) for name in names if (values := self.series(name))}
 
     @cached_property
-    def solved(self) -> int:
-        """At the end, steps in a row in which every trajectory got the highest reward; 0: the run is not solved."""
+    def solved(self) -> str:
+        """What shows that the run is solved: its last steps, or its held-out tasks; empty if it is not."""
         first = solved_since(self.rows)
-        return 0 if first is None else len(self.rows) - first
+        if first is not None:
+            steps = len(self.rows) - first
+            return f"every trajectory of the last {steps} steps got the highest reward, so they had no gradient"
+        return f"{self.after['success']:.1%} of the held-out tasks succeed" if solves_held_out(self.after) else ""
 
     @property
     def group_size(self) -> int:
@@ -217,6 +221,11 @@ def solved_since(rows: Sequence[Mapping[str, float | None]]) -> int | None:
     return len(rows) - streak.steps if solved else None
 
 
+def solves_held_out(summary: Mapping[str, Any]) -> bool:
+    """Whether an evaluation's tasks are solved but for a few: also the lower end of the interval of its success is high."""
+    return bool(summary.get("interval")) and summary["interval"][0] >= SOLVED_LEAST
+
+
 def _most(reasons: Mapping[str, int]) -> str:
     """The most frequent reasons with their numbers."""
     most = Counter(reasons).most_common()
@@ -251,8 +260,7 @@ def _part_of_step(facts: RunFacts, name: str) -> float:
 # ------------------------------------------------------------------------ the table
 
 RULES = (
-    of_run(SOLVED, NOTE, lambda f: float(f.solved), 0.5,
-        lambda f, x: f"every trajectory of the last {x:.0f} steps got the highest reward, so they had no gradient",
+    of_run(SOLVED, NOTE, lambda f: float(bool(f.solved)), 0.5, lambda f, x: f.solved,
         "nothing, or harder tasks (--difficulty, --data)", ("success", "reward", "groups/zero_variance", "grad_norm")),
     # a step's loss that is not finite is written as null, and a step without an update writes none
     of_run("loss not finite", ERROR,
@@ -429,8 +437,10 @@ RULES = (
     of_run("history rewritten", WARNING, lambda f: f.mean("restarts"), 0.5,
         lambda f, x: f"the chat template rewrites history {x:.2g} times per episode, so prompts are read again each time",
         "--template, --template-options, --history", ("restarts", "turns")),
-    of_run("only pushed down", WARNING,
-        lambda f: 1 - f.mean("gradient_share/positive_advantage"), 0.95,
+    # a step without advantages has no gradient to share
+    of_run("only pushed down", WARNING, lambda f: 1 - _mean([share for row in f.rows
+        if (share := finite_number(row.get("gradient_share/positive_advantage"))) is not None
+        and (finite_number(row.get("advantage/size", 1.0)) or 0.0) > 1e-12]), 0.95,
         lambda f, x: f"{x:.0%} of the gradient lowers probabilities; hardly anything is made more likely",
         "--difficulty, --group-size, or a method that weighs signs", ("gradient_share/positive_advantage", "success")),
     # in units of the time to sample a turn, if it is a noticeable time at all

@@ -13,16 +13,17 @@ from typing import Any
 
 from turnwise.errors import SettingError
 from turnwise.inspector.queries import StepMetrics
-from turnwise.observe.charts import NOISE, Cell, LineChart, Link, Series
+from turnwise.observe.charts import NOISE, Cell, LineChart, Link, Series, number
 
 WHOLE = ("step", "token", "update", "offset")
+WORDY = 40  # characters of a cell
 
 
 @dataclass(frozen=True)
 class ViewQuery:
-    """What to show: ``ViewQuery(step=3, method="gspo")``. Empty or −1: the view chooses."""
+    """What to show: ``ViewQuery(step=3, method="gspo")``. Empty, step 0 or token −1: the view chooses."""
 
-    step: int = -1
+    step: int = 0
     group: str = ""
     trajectory: str = ""
     token: int = -1
@@ -76,6 +77,11 @@ class DataTable:
         blank = ("", None)
         return [i for i in range(len(self.columns)) if not self.rows or any(row[i] not in blank for row in self.rows)]
 
+    @property
+    def wordy(self) -> bool:
+        """Whether a cell holds a sentence: a narrow window then shows each row as a card."""
+        return any(isinstance(cell, str) and len(cell) > WORDY for row in self.rows for cell in row)
+
 
 @dataclass(frozen=True)
 class BarChart:
@@ -90,13 +96,15 @@ class BarChart:
 
 @dataclass(frozen=True)
 class TokenCell:
-    """One sampled token: its text, how strongly it is coloured (−1 to 1), and what a pointer over it shows."""
+    """One sampled token: its text, how strongly it is coloured (−1 to 1; NaN: not measured), and what a pointer over it shows.
+    ``shared``: how many of its characters a sibling says, too, after the same tokens."""
 
     text: str
     tone: float = 0.0
     hint: str = ""
     link: Link | None = None
     selected: bool = False
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,11 @@ class Transcript:
     turns: Sequence[TurnBlock]
     about: str = ""
     full: float = 0.0
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether some token has no number of those that colour the others."""
+        return any(math.isnan(token.tone) for turn in self.turns for token in turn.tokens)
 
 
 @dataclass(frozen=True)
@@ -163,17 +176,17 @@ def token_link(text: str, trajectory: str, step: int, token: int, colour: str = 
 
 
 def curves(metrics: Sequence[StepMetrics], wanted: Sequence[tuple[str, str, str]]) -> Iterator[LineChart | Note]:
-    """One chart for each metric of ``wanted`` (name, title, what it means) that has two values or more. What is 0 but for
-    rounding in every step is named in one sentence: its chart would be an empty frame, or noise on an axis of its own."""
-    nothing = []
+    """One chart for each metric of ``wanted`` (name, title, what it means) that has two values or more. What is the same in
+    every step but for rounding is named in one sentence: its chart would be a flat line, or noise on an axis of its own."""
+    flat = []
     for name, title, about in wanted:
         x, y = points(metrics, name)
-        if len(x) > 1 and max(map(abs, y)) < NOISE:
-            nothing.append(title)
+        if len(x) > 1 and max(y) - min(y) < NOISE:
+            flat.append(f"{title} ({number(0.0 if abs(y[0]) < NOISE else y[0])})")
         elif len(x) > 1:
             yield LineChart(title, (Series(title, x, y),), about)
-    if nothing:
-        yield Note(f"0 in every step, or below {NOISE:g}: {'; '.join(nothing)}.")
+    if flat:
+        yield Note(f"The same in every step, to within {NOISE:g}: {'; '.join(flat)}.")
 
 
 def points(metrics: Sequence[StepMetrics], name: str) -> tuple[list[float], list[float]]:

@@ -19,6 +19,7 @@ from turnwise.observe.charts import Cell, HeatMap, LineChart, Link, Series
 
 STEPS, TASKS, BINS, REASONS = 60, 60, 30, 20
 HIGH, LOW = 0.75, 0.25
+ONCE = "seen once"  # a task without a history
 SAMPLE, ODD, TEXT = 400, 12, 80
 FEW_TOKENS = 0.25  # of the median length: an answer this short that is paid in full is worth a look
 
@@ -47,6 +48,9 @@ def prompts(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         x = [float(s) for s in steps]
         series = [Series(name, x, [float(by_step[s][key]) for s in steps]) for name, key in lines.items()]
         yield LineChart("Groups by step", series)
+    if len(steps) > 1 and counts.trained == counts.issued and len({by_step[s]["trained"] for s in steps}) == 1:
+        yield Note(f"Every step trained on all of its {by_step[steps[0]]['trained']} groups; none was dropped.", "good")
+        return
     keys = ("trained", "dropped", "finished", "in_flight", "flat")
     table: list[tuple[Cell, ...]] = [
         (Link(str(s), "step", {"step": s}), *(by_step[s][key] for key in keys)) for s in reversed(steps[-STEPS:])
@@ -68,6 +72,10 @@ def tasks(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     for row in judged:
         visits[row.task].append(row)
     kinds = {name: classify(history) for name, history in visits.items()}
+    if set(kinds.values()) == {ONCE}:
+        yield Note(f"Every task was seen once ({len(kinds)} tasks), so none has a history.")
+        yield _by_difficulty(judged)
+        return
     about = f"first and last third of a task's visits: low is at most {LOW:.0%}, high at least {HIGH:.0%}"
     yield DataTable("Tasks by history", ("history", "tasks"), sorted(Counter(kinds.values()).items()), about)
     yield _by_difficulty(judged)
@@ -94,7 +102,7 @@ def _rate(rows: Sequence[TaskRow]) -> float:
 def classify(history: Sequence[TaskRow]) -> str:
     """One word for a task's visits, in order of steps."""
     if len(history) < 2:
-        return "seen once"
+        return ONCE
     # thirds, not single visits: one lucky group is no learning
     size = max(1, len(history) // 3)
     first, last = _rate(history[:size]), _rate(history[-size:])

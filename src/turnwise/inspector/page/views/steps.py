@@ -23,6 +23,7 @@ from turnwise.inspector.queries import RunReader, StepMetrics
 from turnwise.maths.statistics import wilson
 from turnwise.observe.charts import LineChart, Link, Series, Timeline
 from turnwise.observe.mechanism import mechanism
+from turnwise.observe.rules import solves_held_out
 
 CURVES = (
     ("entropy", "Entropy", "of the policy at the sampled tokens, in nats"),
@@ -46,6 +47,8 @@ STEP_VIEWS = {
 
 def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     """How the run goes, and where to look."""
+    if headline := held_out_sentence(run):
+        yield Note(headline, "good" if headline.endswith("solved.") else "info")
     rows = [row for row in run.metrics() if row["seconds"] is not None]
     settings, state = run.settings, "going on, or stopped" if run.summary is None else "finished"
     trajectories, tokens = run.count_trajectories() if run.has_ledger else (0, 0)
@@ -57,10 +60,6 @@ def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         ("trajectories", trajectories),
         ("sampled tokens", tokens),
     ]
-    for when in ("before", "after"):
-        success = (run.evaluation(when) or {}).get("summary", {}).get("success")
-        if isinstance(success, int | float):
-            facts.append((f"held-out success {when}", f"{100 * success:.1f} %"))
     facts += [("mechanism", told)] if (told := mechanism([row.values for row in rows])) else []
     yield FactList("Run", facts)
     if not rows:
@@ -84,6 +83,14 @@ def overview(run: RunReader, query: ViewQuery) -> Iterator[Any]:
         table.append((Link(str(row.step), "step", {"step": row.step}), *numbers, factors))
     columns = ("step", "success", "reward", "entropy", "gradient norm", "seconds", "tokens")
     yield DataTable("Steps", columns, table, f"newest first, at most {STEPS}")
+
+
+def held_out_sentence(run: RunReader) -> str:
+    """Success on held-out tasks before and after training, and whether that solves them; empty without an evaluation."""
+    summaries = [(run.evaluation(when) or {}).get("summary", {}) for when in ("before", "after")]
+    shares = [f"{100 * s['success']:.3g} %" for s in summaries if s.get("success") is not None]
+    solved = ", solved" if solves_held_out(summaries[1]) else ""
+    return f"{' → '.join(shares)} of held-out tasks{solved}." if shares else ""
 
 
 def _outcomes(run: RunReader) -> Iterator[LineChart]:

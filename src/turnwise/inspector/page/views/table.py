@@ -9,7 +9,7 @@ import inspect
 from dataclasses import replace
 from importlib import import_module
 
-from turnwise.errors import SettingError, nearest
+from turnwise.errors import SettingError, StoreError, nearest
 from turnwise.inspector.page.blocks import Note, ViewPage, ViewQuery
 from turnwise.inspector.queries import RunReader
 
@@ -46,6 +46,8 @@ def show_view(name: str, run: RunReader, query: ViewQuery) -> ViewPage:
     empty = empty_views(run)
     if name in empty:
         return ViewPage(name, title, "", [Note(empty[name])], empty)
+    if query.step and (steps := run.steps()) and query.step not in steps:
+        raise StoreError(f"{run.name} has no step {query.step}: it has steps {steps[0]} to {steps[-1]}")
     if name == "step":  # the only page whose title says what it shows
         query = replace(query, step=query.step if query.step > 0 else (run.steps() or [1])[-1])
         title = f"Step {query.step}"

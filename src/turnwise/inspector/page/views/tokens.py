@@ -36,7 +36,7 @@ from turnwise.inspector.page.blocks import (
 from turnwise.inspector.page.step_cache import factors_of, update_of, updates_of
 from turnwise.inspector.page.views.colours import TokenColours
 from turnwise.inspector.page.views.opening import opened_step, opened_token, solved_sentence, step_header
-from turnwise.inspector.page.views.transcripts import token_texts, transcript
+from turnwise.inspector.page.views.transcripts import first_difference, token_texts, transcript
 from turnwise.inspector.queries import RunReader
 from turnwise.observe.charts import Cell, ForkDiagram, Link, TreeNode
 from turnwise.recipes import catalogue
@@ -50,6 +50,7 @@ LENGTHS = (16, 64, 256, 1024, 4096)
 TOP_TOKENS, TOP_GAPS = 25, 15
 PARTS = re.compile(r"(?P<thinking><think>.*?(?:</think>|$))|(?P<call><tool_call>.*?(?:</tool_call>|$))", re.DOTALL)
 GAP_EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+ROUNDING = 1e-5  # of a log-probability in float32
 SAME_WEIGHTS, STEPS_BETWEEN = (
     "sampler and learner have the same weights",
     "includes steps between sampling and training",
@@ -362,7 +363,12 @@ def siblings(run: RunReader, query: ViewQuery) -> Iterator[Any]:
     yield colours.choice({"group": name})
     mean = sum(t.reward for t in members) / len(members)
     better, worse = list[Any](), list[Any]()
-    for t, *same in sorted(same_tokens(members), key=lambda row: -row[0].reward)[:TRANSCRIPTS]:
+    classes = same_tokens(members)
+    ids = {same[0].id: [token for turn in same[0].turns for token in turn.tokens] for same in classes}
+    first, *others = ids.values()
+    # the first is beside the sibling that leaves it first, the others beside the first: what is shared is grey
+    nearest = min(others, key=lambda one: first_difference(first, one), default=())
+    for t, *same in sorted(classes, key=lambda row: -row[0].reward)[:TRANSCRIPTS]:
         names = [t.id, *(twin.id for twin in same)]
         block = transcript(
             run,
@@ -373,6 +379,7 @@ def siblings(run: RunReader, query: ViewQuery) -> Iterator[Any]:
             title=f"{', '.join(names)}: reward {t.reward:g}" + f", {len(names)} times the same" * bool(same),
             about=colours.about,
             full=colours.full,
+            like=nearest if ids[t.id] is first else first,
         )
         (better if t.reward >= mean else worse).append(block)
     # what was rewarded beside what was not; without a difference, one below the other
@@ -395,7 +402,7 @@ def _divergence(run: RunReader, group: Group) -> DataTable:
     rows: list[tuple[Cell, ...]] = []
     first, *others = ([token for turn in same[0].turns for token in turn.tokens] for same in classes)
     for (t, *same), ids in zip(classes[1:], others):
-        at = next((i for i, (a, b) in enumerate(zip(first, ids)) if a != b), min(len(first), len(ids)))
+        at = first_difference(first, ids)
         names = ", ".join(one.id for one in (t, *same))
         ends = np.cumsum([len(turn.tokens) for turn in t.turns])
         turn = min(int(np.searchsorted(ends, at, side="right")), len(ends) - 1)
@@ -554,6 +561,16 @@ def _gaps(run: RunReader, step: int) -> Iterator[Any]:
     if not gaps:
         yield Note("The tokens of this step have no sampler log-probabilities.", "warning")
         return
+    if causes:
+        yield BarChart("Restarts by cause", [*causes], [float(n) for n in causes.values()])
+    largest = max(abs(gap[0]) for gap in gaps)
+    if largest < ROUNDING and len(versions) < 2:
+        yield Note(
+            f"Step {step}: sampler and learner agree. The log-probabilities of all {len(gaps)} tokens, sampled by "
+            f"{' and '.join(versions) or 'one version'}, differ by at most {largest:.2g}: rounding.",
+            "good",
+        )
+        return
     counts, _ = np.histogram(np.abs([gap[0] for gap in gaps]), [*GAP_EDGES, np.inf])
     labels = [f"below {high:g}" for high in GAP_EDGES[1:]] + ["1 and more"]
     title = f"Step {step}: |learner − sampler| of log-probabilities"
@@ -564,5 +581,3 @@ def _gaps(run: RunReader, step: int) -> Iterator[Any]:
         for gap, name, index, token, sampled, learned in sorted(gaps, key=lambda g: -abs(g[0]))[:TOP_GAPS]
     ]
     yield DataTable("Largest differences", ("token", "text", "sampler", "learner", "difference"), rows)
-    if causes:
-        yield BarChart("Restarts by cause", [*causes], [float(n) for n in causes.values()])

@@ -49,10 +49,13 @@ def transcript(
     title: str = "Transcript",
     about: str = "",
     full: float = 0.0,
+    like: Sequence[int] = (),
 ) -> Transcript:
     """``values``, ``hint``, ``link``: what colours each sampled token, its tooltip and target, by its index in the trajectory.
-    ``full``: the value of the full colour."""
+    ``full``: the value of the full colour. ``like``: a sibling's tokens; what it says, too, up to the fork, is shared."""
     turns: list[TurnBlock] = []
+    fork = first_difference([token for turn in trajectory.turns for token in turn.tokens], like) if like else 0
+    other = "".join(token_texts(run.path, like[fork : fork + 1]))
     messages, index, cursor = trajectory.messages, 0, 0
     for number, turn in enumerate(trajectory.turns):
         while cursor < len(messages) and messages[cursor].get("role") != "assistant":
@@ -65,8 +68,10 @@ def transcript(
         shown = range(start, min(count, start + TOKENS_SHOWN)) if start < count else range(0)
         cells = []
         for text, at in zip(token_texts(run.path, [turn.tokens[i] for i in shown]), (index + i for i in shown)):
-            tone = float(values[at]) / full if full and at < len(values) and math.isfinite(values[at]) else 0.0
-            cells.append(TokenCell(text, tone, hint(at), link(at), at == selected))
+            value = float(values[at]) if at < len(values) and math.isfinite(values[at]) else math.nan
+            # different tokens may begin with the same characters
+            shared = len(text) if at < fork else first_difference(text, other) if at == fork else 0
+            cells.append(TokenCell(text, value / full if full else 0.0, hint(at), link(at), at == selected, shared))
         facts = [f"turn {number}", f"{count} tokens", f"reward {turn.reward:g}"]
         facts += ["history rewritten"] if turn.restart else []
         facts += [f"ended by {turn.stop}"] if str(turn.stop) != "token" else []
@@ -77,6 +82,11 @@ def transcript(
     if not any(turn.tokens for turn in trajectory.turns):
         turns = [_message(m) for m in messages]  # the token arrays were pruned
     return Transcript(title, turns, about, full)
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The first index at which two sequences differ, or at which one of them has ended."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def message_transcript(title: str, messages: Sequence[Message], about: str = "") -> Transcript:
