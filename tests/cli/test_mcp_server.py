@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 from turnwise.cli import mcp_server as tools
 from turnwise.cli.main import main
+from turnwise.store.rundir import RunDir
 
 SMALL = {"env": "guess", "difficulty": [1], "groups": 2, "group_size": 4, "max_tokens": 6, "hidden": 32, "layers": 1,
          "cold_steps": 2, "eval_tasks": 4, "trackers": ""}  # fmt: skip
@@ -23,8 +25,20 @@ def test_settings_are_written_as_flags():
 def test_a_refused_setting_comes_back_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "did you mean --steps" in tools.start_run("grpo", {"stepz": 3})["refused"].replace("'", "")
+    assert "did you mean --learning-rate" in tools.start_run("grpo", {"lerning_rate": 3})["refused"].replace("'", "")
     assert tools.explain_method("gropo")["status"] == 2
     assert tools.stop_run("runs/none") == {"stopped": False, "reason": "runs/none is not running"}
+
+
+def test_runs_are_listed_and_shown_as_data(tmp_path):
+    run = RunDir.create(tmp_path, "one", {"method": "grpo", "env": "guess", "steps": 2})
+    (run.path / "evaluation_after.json").write_text(json.dumps({"summary": {"success": 0.5}, "rows": []}))
+    assert tools.list_runs(str(tmp_path))["runs"] == [
+        {"run": str(run.path), "method": "grpo", "env": "guess", "agent": None, "finished": False,
+         "success": {"before": None, "after": 0.5}},
+    ]  # fmt: skip
+    shown = tools.view_run(str(run.path), "overview")
+    assert shown["status"] == 0 and shown["result"]["blocks"][0]["text"] == "50 % of held-out tasks."
 
 
 def test_without_the_package_the_command_says_what_to_install(monkeypatch, capsys):

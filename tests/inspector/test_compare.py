@@ -86,6 +86,19 @@ def test_finished_runs_are_compared_by_seed(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_runs_of_one_method_are_called_by_the_settings_in_which_they_differ(tmp_path):
+    paths = []
+    for agent, success in (("a.py:one", 0.2), ("a.py:two", 0.9)):
+        for seed in (0, 1):
+            paths.append(write_run(tmp_path / agent[-3:], "grpo", seed, success + 0.01 * seed))
+            file = paths[-1] / "run.json"
+            record = json.loads(file.read_text())
+            file.write_text(json.dumps({**record, "settings": {**record["settings"], "agent": agent}}))
+    assert set(compare_runs(paths).values) == {"grpo agent=a.py:one", "grpo agent=a.py:two"}
+    with pytest.raises(SettingError, match="all runs are grpo"):
+        compare_runs(paths[:2])
+
+
 def test_one_seed_cannot_tell(tmp_path):
     comparison = compare_runs([write_run(tmp_path, "grpo", 0, 0.1), write_run(tmp_path, "gspo", 0, 0.9)])
     assert comparison.pairs[0].difference.verdict == CANNOT_TELL and "at least 2" in comparison.text()

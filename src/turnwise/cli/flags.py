@@ -100,6 +100,8 @@ class Parser(argparse.ArgumentParser):
         if other in options:
             return f"it is called {other} here"
         hint, _, listed = nearest(name, options).partition("known: ")
+        if not hint and "--lr" in options:  # a slip in a name of TRL's is not near to ours
+            hint = nearest(name, map(flag, SAME_SETTING)).partition("known: ")[0]
         return hint.strip() or (f"known: {listed}" if len(options) <= FEW_FLAGS else f"see: {self.prog} --help")
 
 

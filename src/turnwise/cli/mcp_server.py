@@ -15,8 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise import __version__
 from turnwise.cli.flags import Parser, flag
 from turnwise.errors import SettingError
+from turnwise.inspector.queries import RunReader
+from turnwise.store.rundir import runs
 
 ANSWER_SECONDS = 600  # of a command that only reads; a dry run of a large model is the longest
 START_SECONDS = 120  # until a run has written its directory, or was refused
@@ -60,6 +63,26 @@ def compare_runs(runs: list[str]) -> dict[str, Any]:
     return _answer("compare", *runs)
 
 
+def list_runs(folder: str = "runs") -> dict[str, Any]:
+    """The runs of a folder, with method, environment, whether they have finished, and held-out success before and after."""
+    rows = list[dict[str, Any]]()
+    for run in runs(folder):
+        with RunReader(run.path) as reader:
+            of = {
+                name: (reader.evaluation(name) or {}).get("summary", {}).get("success") for name in ("before", "after")
+            }
+            settings = {name: reader.settings.get(name) for name in ("method", "env", "agent")}
+            rows.append({"run": str(run.path), **settings, "finished": reader.summary is not None, "success": of})
+    return {"runs": rows}
+
+
+def view_run(run: str, view: str = "failures", query: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A page about a run as data: overview, failures (how episodes failed, with examples), why (what a step did to a token),
+    what-if, siblings, gradient, policy, prompts, waits, tasks, reward, step, search. `query` chooses: {"step": 3, "trajectory":
+    "20.6", "token": 5}, {"search": "word"}."""
+    return _answer("view", run, *_words({"view": view, **(query or {})}))
+
+
 def estimate_run(method: str = "dr_grpo", settings: dict[str, Any] | None = None) -> dict[str, Any]:
     """Take a few steps at these settings, keep nothing, and say what time and memory the whole run needs."""
     return _answer("train", method, *_words(settings or {}), "--dry-run")
@@ -86,8 +109,8 @@ def check_environment(environment: str) -> dict[str, Any]:
 
 
 TOOLS = (
-    start_run, resume_run, stop_run, run_status, diagnose_run, compare_runs, estimate_run, list_methods, explain_method,
-    list_environments, check_environment,
+    start_run, resume_run, stop_run, list_runs, run_status, view_run, diagnose_run, compare_runs, estimate_run, list_methods,
+    explain_method, list_environments, check_environment,
 )  # fmt: skip
 
 
@@ -99,7 +122,7 @@ def mcp(argv: Sequence[str]) -> int:
         from mcp.server.mcpserver import MCPServer
     except ImportError:
         raise SettingError("turnwise mcp needs the package mcp; write pip install 'turnwise-rl[mcp]'") from None
-    server = MCPServer("turnwise")
+    server = MCPServer("turnwise", version=__version__)
     for tool in TOOLS:
         server.add_tool(tool)
     server.run()

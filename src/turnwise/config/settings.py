@@ -410,7 +410,7 @@ def setting_type(name: str, offered: Iterable[str] = ()) -> Any:
     types = _types()
     if name not in types:
         other = OTHER_NAMES.get(name.replace("-", "_"))
-        hint = f"it is called {other} here" if other else nearest(name, offered or [f.name for f in fields(Settings)])
+        hint = f"it is called {other} here" if other else nearest(name, offered or [*_types(), *SAME_SETTING])
         raise SettingError(f"no setting {name!r}; {hint}")
     return types[name]
 

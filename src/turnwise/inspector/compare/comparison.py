@@ -12,7 +12,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from turnwise.inspector.queries import RunReader
 from turnwise.observe.mechanism import mechanism
 
 ALPHA = 0.05
+OF_ONE_RUN = ("seed", "name", "out", "threads", "trackers")  # settings that make no other kind of run
 BETTER, WORSE, CANNOT_TELL = "better", "worse", "cannot tell"
 
 
@@ -273,7 +274,22 @@ def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: fl
 
 def compare_runs(paths: Sequence[str | Path], alpha: float = ALPHA) -> Comparison:
     """Compare finished runs: one look."""
-    return compare_outcomes([read_outcome(path) for path in paths], 0, alpha)
+    outcomes = [read_outcome(path) for path in paths]
+    if len({outcome.label for outcome in outcomes}) == 1:
+        outcomes = _labelled_by_settings(outcomes)
+    return compare_outcomes(outcomes, 0, alpha)
+
+
+def _labelled_by_settings(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
+    """Runs of one method, called by the settings in which they differ: their agents, for example."""
+    settings = list[dict[str, Any]]()
+    for outcome in outcomes:
+        with RunReader(outcome.path) as reader:
+            settings.append(dict(reader.settings))
+    names = dict.fromkeys(name for one in settings for name in one if name not in OF_ONE_RUN)
+    apart = [name for name in names if len({str(one.get(name)) for one in settings}) > 1]
+    labels = [", ".join(f"{name}={one.get(name)}" for name in apart) for one in settings]
+    return [replace(o, label=f"{o.label} {label}".strip()) for o, label in zip(outcomes, labels)]
 
 
 def _difference(a: Mapping[int, float], b: Mapping[int, float], planned: int, alpha: float) -> PairedDifference:
