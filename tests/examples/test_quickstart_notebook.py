@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,19 @@ def outputs_of(cell) -> str:
 def test_the_notebook_runs_top_to_bottom(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    trained, shown, own, extended = (outputs_of(c) for c in notebook.cells if c.cell_type == "code")
+    trained, shown, own, extended, method = (outputs_of(c) for c in notebook.cells if c.cell_type == "code")
     assert "12/12" in trained and "success" in trained  # the panel of the last step
     assert "image/png" in shown and "| success |" in shown and "Before RL" in shown
     assert "Larger" in own and "15/15" in extended and "IProgress" not in trained
-    assert 0.0 <= float(extended.split()[-1]) <= 1.0
+    assert 0.0 <= float(extended.split()[-1]) <= 1.0 and "10/10" in method and 0.0 <= float(method.split()[-1]) <= 1.0
 
 
-def test_the_notebook_is_committed_without_outputs():
+def test_the_notebook_is_committed_with_outputs_and_tells_nothing_of_a_machine():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or outputs_of(cell), cell.source
+        assert "execution" not in cell.metadata  # when each cell ran
+    shown = "\n".join(outputs_of(cell) for cell in notebook.cells)
+    assert not re.findall(r"/tmp|/home|/root|elapsed|threads", shown)
+    (picture,) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", "\n".join(cell.source for cell in notebook.cells))
+    assert (NOTEBOOK.parent / picture).is_file()
