@@ -27,7 +27,7 @@ def test_an_ill_typed_hyper_parameter_is_named_with_its_value_and_the_type_wante
 
 
 def test_hyper_parameters_are_read_like_flags():
-    assert recipes.build("dapo", high="0.3", dual="none") == recipes.build("dapo", high=0.3)
+    assert recipes.build("dapo", high="0.3", dual="none") == recipes.build("dapo", high=0.3, dual=None)
 
 
 @pytest.mark.parametrize(

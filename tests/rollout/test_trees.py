@@ -169,7 +169,7 @@ def test_edit_distance(a, b):
 
 
 def test_nonsense_is_refused():
-    trees = ("arpo,trunks=0", "spo_tree,factors=2/x", "spo_tree,segment=0", "latr,share=2")
+    trees = ("arpo,trunks=-1", "spo_tree,factors=2/x", "spo_tree,segment=0", "latr,share=2")
     for spec in (*trees, "r3l,diagnosis=x", "scope,repairs=-1"):
         with pytest.raises(SettingError):
             piece("strategy", spec)

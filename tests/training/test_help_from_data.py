@@ -160,7 +160,7 @@ def test_a_guidance_takes_them_and_others_refuse_them(folder):
     def check(**settings):
         made = RunPlan(Settings.of({**on_nim, "difficulty": (1,), **settings}))
         made.__dict__["env_spec"] = spec
-        refuse(made, [row for row in REQUIREMENTS if row.__name__ == "_requirements"])
+        refuse(made, [row for row in REQUIREMENTS if row.__name__ == "requirements"])
 
     check(guidance="prefix")
     with pytest.raises(SettingError, match="or --solutions"):
