@@ -46,19 +46,19 @@ SLOTS = {  # slot: what its share says, in the order in which the shares are tol
 
 def shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The mean share of each slot over the steps that report it."""
-    found: dict[str, list[float]] = {slot: [] for slot in SLOTS}
+    reported: dict[str, list[float]] = {slot: [] for slot in SLOTS}
     for row in rows:
-        for slot, values in found.items():
+        for slot, values in reported.items():
             if (value := finite_number(row.get(ACTED + slot))) is not None:
                 values.append(value)
-    return {slot: sum(values) / len(values) for slot, values in found.items() if values}
+    return {slot: sum(values) / len(values) for slot, values in reported.items() if values}
 
 
 def mechanism(rows: Sequence[Mapping[str, Any]]) -> str:
     """One sentence on how often each slot acted; empty where every slot is the base method's."""
-    told = shares(rows)
-    idle = [slot for slot, share in told.items() if share == 0]
-    words = [SLOTS[slot][0].format(percent(share)) for slot, share in told.items() if share]
+    acted = shares(rows)
+    idle = [slot for slot, share in acted.items() if share == 0]
+    words = [SLOTS[slot][0].format(percent(share)) for slot, share in acted.items() if share]
     return ", ".join(words + ([f"never: {', '.join(idle)}"] if idle else []))
 
 

@@ -98,11 +98,11 @@ def changed_slots(recipe: Recipe) -> frozenset[str]:
     """The slots with another piece than the base method's, and that a recipe's author set. How many groups, rollouts and passes
     there are is the run's choice; a limit or penalty that is missing does nothing."""
     plain = replace(base_recipe(), gate=NoGate(), penalties=()).slots()
-    base, own = (
+    base, slots = (
         base_recipe().slots(),
         replace(recipe, ratio=Importance() if recipe.ratio == OnPolicy() else recipe.ratio).slots(),
     )
-    changed = {slot for slot, piece in own.items() if piece not in (base[slot], plain[slot])}
+    changed = {slot for slot, piece in slots.items() if piece not in (base[slot], plain[slot])}
     kinds = {
         slot for slot in ("budget", "control") if type(getattr(recipe, slot)) is type(getattr(base_recipe(), slot))
     }

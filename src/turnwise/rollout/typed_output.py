@@ -133,8 +133,8 @@ def answer_grammar(
 def _call_parts(syntax: ToolSyntax, function: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A call of one tool: what stands before and after its arguments, which are JSON."""
     written = syntax.write_calls([ToolCall(function["name"], PROBE, syntax.call_id(function["name"], 0))], tools)
-    before, found, after = written.partition(json.dumps(PROBE))
-    if not found:
+    before, probe, after = written.partition(json.dumps(PROBE))
+    if not probe:
         raise GrammarError(
             f"a model that writes calls in the syntax {syntax.name} cannot be forced to one: its arguments are not JSON; write "
             "tool_choice auto"

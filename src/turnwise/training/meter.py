@@ -70,14 +70,14 @@ class SlotMeter:
                 gap.to(torch.float64).max(TRAJECTORY).x.mean() if level == TURN else gap.x.double().mean()
             )
         if "advantage" in self.slots:
-            own, base = (
+            credit, base = (
                 f.at(TOKEN).x.double() for f in (credited[Column.ADVANTAGE], self.base.advantage(credited).detach())
             )
-            sizes = own.norm(), base.norm()
+            sizes = credit.norm(), base.norm()
             if max(sizes) > 0:  # both brought to one norm: a factor on all credit is the learning rate's
-                own, base = (x / size if size > 0 else x for x, size in zip((own, base), sizes))
-                acted["advantage"] = float(_different(own, base).double().mean())
-                acted["advantage/turned"] = 1.0 - float(own @ base)  # 1 − cosine
+                credit, base = (x / size if size > 0 else x for x, size in zip((credit, base), sizes))
+                acted["advantage"] = float(_different(credit, base).double().mean())
+                acted["advantage/turned"] = 1.0 - float(credit @ base)  # 1 − cosine
         return {ACTED + name: value for name, value in acted.items()}
 
     def plan(self, planned: Batch) -> None:
@@ -87,8 +87,8 @@ class SlotMeter:
         self.sums = {}
         if "aggregate" in self.slots:
             even = self.base.aggregate(Field(planned.tree, TOKEN, trained)).at(TOKEN).x
-            own = weight / weight.abs().sum().clamp(min=1e-30)
-            self.sums["aggregate"] = _different(own, even / even.sum().clamp(min=1e-30)).double().mean()
+            weights = weight / weight.abs().sum().clamp(min=1e-30)
+            self.sums["aggregate"] = _different(weights, even / even.sum().clamp(min=1e-30)).double().mean()
         if "keep" in self.slots:
             turns = planned.columns.get(Column.UPDATED_TURNS)
             offered = trained.new_ones(trained.shape) if turns is None else turns.at(TOKEN).x.double()
@@ -97,25 +97,27 @@ class SlotMeter:
     def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field]) -> None:
         """Gradients of the tokens with the slot's piece and with the base's."""
         objective, share = self.objective, batch[Column.TOKEN_SHARE].at(TOKEN).x.double()
-        ratio, gate, own = objective.ratio, objective.gate, self._slope(batch, policy)
+        ratio, gate, slope = objective.ratio, objective.gate, self._slope(batch, policy)
         if "ratio" in self.slots:
-            other = self._slope(batch, policy, ratio=self.base.ratio, gate=self.base.gate if own is None else gate)
-            self._compare("ratio", share, self._known(batch, own), self._known(batch, other))
-        if "gate" in self.slots and own is not None:
-            other = self._slope(batch, policy, ratio=ratio, gate=self.base.gate)
-            self._compare("gate", share, own, self._known(batch, other))
+            base_slope = self._slope(
+                batch, policy, ratio=self.base.ratio, gate=self.base.gate if slope is None else gate
+            )
+            self._compare("ratio", share, self._known(batch, slope), self._known(batch, base_slope))
+        if "gate" in self.slots and slope is not None:
+            base_slope = self._slope(batch, policy, ratio=ratio, gate=self.base.gate)
+            self._compare("gate", share, slope, self._known(batch, base_slope))
         if "precision" in self.slots:
             gap = (policy[Signal.LOGP].detach() - behaviour(batch)).at(TOKEN).x
             self._add("precision", share * (gap.abs() > DIFFERENT))
         if "penalties" in self.slots:
-            self._penalties(batch, policy, self._known(batch, own), share)
+            self._penalties(batch, policy, self._known(batch, slope), share)
 
     def _add(self, name: str, values: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + values.double().sum()
 
-    def _compare(self, name: str, share: Tensor, own: Tensor, other: Tensor) -> None:
-        self._add(name, share * _different(own, other))
-        self._add("_pulled", own.abs() + other.abs())
+    def _compare(self, name: str, share: Tensor, slope: Tensor, base_slope: Tensor) -> None:
+        self._add(name, share * _different(slope, base_slope))
+        self._add("_pulled", slope.abs() + base_slope.abs())
 
     def _known(self, batch: Batch, slope: Tensor | None) -> Tensor:
         """A ratio that couples trajectories has its gradient planned over the whole step."""
@@ -133,9 +135,9 @@ class SlotMeter:
             gain = (weight * (objective.gate(objective.ratio(view), adv, view) * adv)).at(TOKEN).x.sum()
             return _gradient(gain, view.logp.x)
 
-    def _penalties(self, batch: Batch, policy: Mapping[Signal, Field], own: Tensor, share: Tensor) -> None:
+    def _penalties(self, batch: Batch, policy: Mapping[Signal, Field], gain_slope: Tensor, share: Tensor) -> None:
         """Tokens on which a penalty that the base method does not have pulls noticeably, and its part of the gradient."""
-        total, pulled = own.abs().sum().double(), torch.zeros_like(share, dtype=torch.bool)
+        total, pulled = gain_slope.abs().sum().double(), torch.zeros_like(share, dtype=torch.bool)
         self._add("_slope", total)
         for i, weighted in enumerate(self.objective.penalties):
             if weighted in self.base.penalties:
@@ -186,8 +188,8 @@ def leaves(batch: Batch, policy: Mapping[Signal, Field]) -> MicroBatchView:
 
 def _gradient(of: Tensor, at: Tensor) -> Tensor:
     """∂ of / ∂ at; zeros where one does not depend on the other."""
-    found = torch.autograd.grad(of, at, retain_graph=True, allow_unused=True)[0] if of.requires_grad else None
-    return torch.zeros_like(at) if found is None else found.detach()
+    gradient = torch.autograd.grad(of, at, retain_graph=True, allow_unused=True)[0] if of.requires_grad else None
+    return torch.zeros_like(at) if gradient is None else gradient.detach()
 
 
 @dataclass(frozen=True)
@@ -285,9 +287,9 @@ class RolloutMeter:
 
     def finished(self, group: Group) -> None:
         """A rollout that is not kept, such as a draft or a baseline, served the others."""
-        kept = {t.id for t in group.trajectories}
+        members = {t.id for t in group.trajectories}
         for name, slot in self.plays.pop(group.id, ()):
-            self.note("strategy", slot == "strategy" or (name not in kept and slot != "guidance"))
+            self.note("strategy", slot == "strategy" or (name not in members and slot != "guidance"))
             self.note("guidance", slot == "guidance")
 
     def metrics(self) -> dict[str, float]:

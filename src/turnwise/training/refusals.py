@@ -153,8 +153,10 @@ def _environment(plan: RunPlan) -> Iterator[str]:
 def _replays(plan: RunPlan) -> Iterator[str]:
     """Forks that play actions again, where nobody says whether the replies are the same: two equal episodes are begun."""
     s, cls, spec = plan.settings, plan.env_spec.env_class, plan.env_spec
-    told = getattr(cls, "deterministic", None) is not None or (overrides(cls, "snapshot") and overrides(cls, "restore"))
-    if told or s.offline or s.cluster or "forks" not in required_by(plan.recipe):
+    declared = getattr(cls, "deterministic", None) is not None or (
+        overrides(cls, "snapshot") and overrides(cls, "restore")
+    )
+    if declared or s.offline or s.cluster or "forks" not in required_by(plan.recipe):
         return
 
     async def replies(task: Task) -> list[Any]:

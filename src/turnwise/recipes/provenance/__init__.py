@@ -172,13 +172,13 @@ def read(text: str, name: str) -> dict[str, Record]:
     """The records of a file. An unknown key, word or repository is refused with the table that has it."""
     tables = tomllib.loads(text)
     repositories = tables.pop("repositories", {})
-    found = {}
+    read_records = {}
     for method, table in tables.items():
         try:
-            found[method] = _record(table, repositories)
+            read_records[method] = _record(table, repositories)
         except (RecipeError, TypeError, AttributeError) as wrong:
             raise RecipeError(f"{name}, [{method}]: {wrong}") from wrong
-    return found
+    return read_records
 
 
 def _record(table: dict[str, Any], repositories: Mapping[str, Any]) -> Record:
@@ -204,11 +204,11 @@ def _fact(fact: str, value: Any) -> Any:
 
 
 def _typed(kind: type, table: Mapping[str, Any]) -> Any:
-    known = {f.name: f for f in fields(kind)}
-    missing = [n for n, f in known.items() if f.default is f.default_factory is MISSING and n not in table]
+    names = {f.name: f for f in fields(kind)}
+    missing = [n for n, f in names.items() if f.default is f.default_factory is MISSING and n not in table]
     check(
-        not missing and not set(table) - set(known),
-        f"{kind.__name__} has {[*known]}; missing {missing}, given {[*table]}",
+        not missing and not set(table) - set(names),
+        f"{kind.__name__} has {[*names]}; missing {missing}, given {[*table]}",
     )
     return kind(**table)
 
