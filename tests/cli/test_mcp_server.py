@@ -37,6 +37,10 @@ def test_runs_are_listed_and_shown_as_data(tmp_path):
         {"run": str(run.path), "method": "grpo", "env": "guess", "agent": None, "finished": False,
          "success": {"before": None, "after": 0.5}},
     ]  # fmt: skip
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/run.json").write_text("{")
+    damaged = next(row for row in tools.list_runs(str(tmp_path))["runs"] if row["run"].endswith("damaged"))
+    assert "run.json" in damaged["fault"]
     shown = tools.view_run(str(run.path), "overview")
     assert shown["status"] == 0 and shown["result"]["blocks"][0]["text"] == "50 % of held-out tasks."
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from turnwise import __version__
 from turnwise.cli.flags import Parser, flag
-from turnwise.errors import SettingError
+from turnwise.errors import SettingError, TurnwiseError
 from turnwise.inspector.queries import RunReader
 from turnwise.store.rundir import runs
 
@@ -65,15 +65,19 @@ def compare_runs(runs: list[str]) -> dict[str, Any]:
 
 def list_runs(folder: str = "runs") -> dict[str, Any]:
     """The runs of a folder, with method, environment, whether they have finished, and held-out success before and after."""
-    rows = list[dict[str, Any]]()
-    for run in runs(folder):
-        with RunReader(run.path) as reader:
-            of = {
-                name: (reader.evaluation(name) or {}).get("summary", {}).get("success") for name in ("before", "after")
-            }
+    return {"runs": [_listed(run.path) for run in runs(folder)]}
+
+
+def _listed(path: Path) -> dict[str, Any]:
+    """One run; of a damaged one, what is wrong with it."""
+    try:
+        with RunReader(path) as reader:
             settings = {name: reader.settings.get(name) for name in ("method", "env", "agent")}
-            rows.append({"run": str(run.path), **settings, "finished": reader.summary is not None, "success": of})
-    return {"runs": rows}
+            summaries = {name: (reader.evaluation(name) or {}).get("summary", {}) for name in ("before", "after")}
+            success = {name: summary.get("success") for name, summary in summaries.items()}
+            return {"run": str(path), **settings, "finished": reader.summary is not None, "success": success}
+    except TurnwiseError as fault:
+        return {"run": str(path), "fault": str(fault)}
 
 
 def view_run(run: str, view: str = "failures", query: dict[str, Any] | None = None) -> dict[str, Any]:
