@@ -1,7 +1,7 @@
-"""``python -m trials.mutations [--count 150] [--jobs 2] [--write docs/testing.md]``: do the tests notice small faults?
+"""``python -m trials.mutations [--count 210] [--jobs 2] [--write docs/testing.md]``: do the tests notice small faults?
 
-Draws mutants of ``algebra`` and ``credit`` by a hash of the change and the seed, so that new code elsewhere draws the same ones.
-pytest collects the tests once; then a forked process for each mutant changes the imported module and runs the tests of the
+Draws mutants of the rooms whose formulas and choices make a method (``ROOMS``) by a hash of the change and the seed, so that new
+code elsewhere draws the same ones. pytest collects the tests once; then a forked process for each mutant changes the imported module and runs the tests of the
 methods that have the changed piece, until one fails. Every result is a row of ``trials/results/mutations.jsonl``; a run that was
 interrupted continues.
 """
@@ -34,10 +34,12 @@ from trials.mutants import Mutant, mutants
 from turnwise.recipes.signatures import method_names
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("algebra", "credit", "recipes/families")
+ROOMS = (  # a folder, or a module
+    "algebra", "credit", "recipes/families", "tasks", "rollout/strategies", "rollout/guidance.py", "data/replay.py",
+)  # fmt: skip
 TESTS = (
-    "tests/algebra", "tests/credit", "tests/recipes/test_contract.py", "tests/recipes/test_every_method.py",
-    "tests/data/test_past_batches.py",
+    "tests/algebra", "tests/credit", "tests/recipes", "tests/tasks", "tests/rollout", "tests/data/test_past_batches.py",
+    "tests/data/test_replay.py",
 )  # fmt: skip
 SWEEPS = ("test_contract", "test_every_method")  # their tests are chosen by the method they are about
 TIERS = {"test": ["-m", "not thorough"], "thorough": ["--hypothesis-profile=thorough"]}  # of the Makefile
@@ -49,6 +51,11 @@ KILLED = ("killed",)
 
 
 # ----------------------------------------------------------------------------- a change in modules that are imported
+
+
+def module_name(file: str) -> str:
+    """The module of a file below the package."""
+    return "turnwise." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def transplant(module: Any, source: bytes) -> None:
@@ -120,9 +127,9 @@ def changed_names(mutant: Mutant) -> frozenset[str]:
 
 @functools.cache
 def _references() -> dict[str, set[str]]:
-    """Classes and functions of the folders, with the names that their source mentions."""
+    """Classes and functions of the rooms, with the names that their source mentions."""
     found: dict[str, set[str]] = {}
-    for path in (p for folder in FOLDERS for p in (ROOT / "src/turnwise" / folder).glob("*.py")):
+    for path in (path for room in ROOMS for path in modules(room)):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
@@ -140,8 +147,7 @@ def chosen_items(mutant: Mutant, items: list[Any]) -> list[Any]:
     mine = [item for item in items if changed_names(mutant) & (words[item] | mentioned[item])]
     mine += [item for name in methods for item in items if name in words[item] | mentioned[item]]
     free = [item for item in items if not words[item] & set(recipes.METHODS)]
-    room, _, file = mutant.file[:-3].rpartition("/")
-    near = {item.module for item in items if _imports(item.module, f"turnwise.{room}.{file}")}
+    near = {item.module for item in items if _imports(item.module, module_name(mutant.file))}
     mine += [item for item in items if item.module in near and item.module.__name__ not in SWEEPS]
     ordered = sorted(
         dict.fromkeys(mine), key=lambda item: "test_oracle" not in item.name and item.module.__name__ in SWEEPS
@@ -248,7 +254,7 @@ def _run_items(mutant: Mutant | None, items: list[Any], writer: int) -> None:
     try:
         if mutant:
             source = mutant.apply((ROOT / "src/turnwise" / mutant.file).read_bytes())
-            transplant(importlib.import_module("turnwise." + mutant.file[:-3].replace("/", ".")), source)
+            transplant(importlib.import_module(module_name(mutant.file)), source)
         for item in items:
             reports = runner.runtestprotocol(item, log=False, nextitem=None)
             if any(report.failed for report in reports):
@@ -265,17 +271,23 @@ def _run_items(mutant: Mutant | None, items: list[Any], writer: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the run
 
 
+def modules(room: str) -> list[Path]:
+    """The files of a room, which may be one module."""
+    place = ROOT / "src/turnwise" / room
+    return sorted(place.glob("*.py")) if place.is_dir() else [place]
+
+
 def drawn_mutants(count: int, seed: int) -> list[Mutant]:
-    """``count`` mutants, the same number of each folder, in a fixed order."""
+    """``count`` mutants, the same number of each room, in a fixed order."""
     order = lambda mutant: hashlib.sha256(f"{seed} {mutant.key}".encode()).hexdigest()  # noqa: E731
     picked: list[Mutant] = []
-    for folder in FOLDERS:
+    for room in ROOMS:
         every: dict[str, Mutant] = {}
-        for path in sorted((ROOT / "src/turnwise" / folder).glob("*.py")):
-            for mutant in mutants(path.read_text(encoding="utf-8"), f"{folder}/{path.name}"):
+        for path in modules(room):
+            for mutant in mutants(path.read_text(encoding="utf-8"), path.relative_to(ROOT / "src/turnwise").as_posix()):
                 if mutant.function not in method_names():  # a recipe computes nothing: its numbers are the paper's
                     every.setdefault(mutant.key, mutant)  # the same change twice in one function counts once
-        picked += sorted(every.values(), key=order)[: count // len(FOLDERS)]
+        picked += sorted(every.values(), key=order)[: count // len(ROOMS)]
     return sorted(picked, key=order)
 
 
@@ -291,17 +303,17 @@ def equivalent_mutants() -> dict[str, str]:
 
 
 def table(rows: list[dict[str, Any]], equivalent: dict[str, str]) -> str:
-    """A Markdown table of the kill rate of each folder, the survivors, and the equivalent mutants with the reason."""
-    head = "| folder | mutants | killed | equivalent | survived | killed of those that change behaviour |"
+    """A Markdown table of the kill rate of each room, the survivors, and the equivalent mutants with the reason."""
+    head = "| room | mutants | killed | equivalent | survived | killed of those that change behaviour |"
     lines = [head, "|---|--:|--:|--:|--:|--:|"]
     survivors = [row for row in rows if row["result"] not in KILLED and row["key"] not in equivalent]
     same = [row for row in rows if row["result"] not in KILLED and row["key"] in equivalent]
-    for folder in FOLDERS:
-        mine = lambda group, folder=folder: [row for row in group if row["file"].startswith(f"{folder}/")]  # noqa: E731
+    for room in ROOMS:
+        mine = lambda group, room=room: [row for row in group if row["file"].startswith(room)]  # noqa: E731
         killed = [row for row in mine(rows) if row["result"] in KILLED]
         share = len(killed) / max(1, len(killed) + len(mine(survivors)))
         counts = f"{len(mine(rows))} | {len(killed)} | {len(mine(same))} | {len(mine(survivors))}"
-        lines.append(f"| `{folder}` | {counts} | {100 * share:.1f} % |")
+        lines.append(f"| `{room}` | {counts} | {100 * share:.1f} % |")
     for title, group in (("Survivors", survivors), ("Equivalent", same)):
         lines += ["", f"{title}:", ""] if group else []
         for row in sorted(group, key=lambda row: row["key"]):
@@ -320,7 +332,7 @@ def write_table(page: Path, text: str) -> None:
 def main() -> int:
     """Run what is left, print the table; the status is 1 if a mutant survives that changes behaviour."""
     parser = argparse.ArgumentParser(prog="python -m trials.mutations", description=(__doc__ or "").split("\n\n", 1)[1])
-    parser.add_argument("--count", type=int, default=150, help="mutants, the same number of each folder")
+    parser.add_argument("--count", type=int, default=210, help="mutants, the same number of each room")
     parser.add_argument("--seed", type=int, default=0, help="which ones are drawn")
     parser.add_argument("--tier", choices=TIERS, default="thorough", help="by which tests they are to be noticed")
     parser.add_argument("--again", action="store_true", help="try those that survived before, too")
