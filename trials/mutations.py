@@ -1,9 +1,9 @@
 """``python -m trials.mutations [--count 210] [--jobs 2] [--write docs/testing.md]``: do the tests notice small faults?
 
 Draws mutants of the rooms whose formulas and choices make a method (``ROOMS``) by a hash of the change and the seed, so that new
-code elsewhere draws the same ones. pytest collects the tests once; then a forked process for each mutant changes the imported module and runs the tests of the
-methods that have the changed piece, until one fails. Every result is a row of ``trials/results/mutations.jsonl``; a run that was
-interrupted continues.
+code elsewhere draws the same ones. pytest collects the tests once; then a forked process for each mutant changes the imported
+module and runs the tests of the methods that have the changed piece, until one fails. Every result is a row of
+``trials/results/mutations.jsonl``; a run that was interrupted continues.
 """
 
 from __future__ import annotations
