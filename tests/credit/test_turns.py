@@ -37,7 +37,7 @@ CASES = [
     ("infopo", {"per_token": False, "beta": 2.0, "gate_temperature": 0.5}),
     ("mars", {"game": "domain"}),
     ("trloo", {"gamma": 0.7}),
-    ("flow_grpo", {"rows": "turn"}),
+    ("flow_grpo", {"rows": "trajectory"}),
     ("srgpo", {"size": 3, "within": "task", "scale": False}),
     ("srgpo", {"size": 2, "within": "trajectory", "omega": 2.0, "rows": "trajectory"}),
     ("srgpo", {"size": 4}),
@@ -47,12 +47,13 @@ CASES = [
 LOSSES = {  # besides the advantage; what is left out: clip 0.2, mean over trajectories, no KL
     "bilevel_gae": {"over": "token"},
     "gigpo": {"beta": 0.01, "over": "token"},
-    "hgpo": {"beta": 0.01},
-    "igpo": {"beta": 1e-3},
-    "mars": {"beta": 0.2, "dual": 3.0},
-    "trloo": {"high": 0.28, "keep": lambda group, turn: turn.facts["valid"]},
-    "flow_grpo": {"high": 0.3, "beta": 1e-3, "over": "turn", "keep": lambda group, turn: turn.facts["planner"]},
-    "srgpo": {"beta": 0.01},
+    "hgpo": {"beta": 0.01, "over": "token"},
+    "igpo": {"beta": 1e-3, "over": "token"},
+    "infopo": {"over": "token"},
+    "mars": {"beta": 0.2, "dual": 1.4},
+    "trloo": {"high": 0.28, "over": "sum over turn", "keep": lambda group, turn: turn.facts["valid"]},
+    "flow_grpo": {"high": 0.3, "beta": 1e-3, "over": "token", "keep": lambda group, turn: turn.facts["planner"]},
+    "srgpo": {"beta": 0.01, "over": "token"},
     "ui_s1": {"beta": 1e-4, "over": "token", "keep": lambda group, turn, gamma=0.5: varied(group, gamma)},
 }
 OTHERWISE = {"past": "history", "gate_temperature": "temperature"}  # flags of a run have these names already
@@ -77,7 +78,7 @@ def surrogate(reference, advantage, low=0.2, high=0.2, dual=None, beta=0.0, over
             position += 1
     episodes, turns = {row[3] for row in rows}, {row[4] for row in rows}
     loss = constant(0.0)
-    for token, a, goal, episode, turn in rows:
+    for token, a, goal, episode, _ in rows:
         ratio = torch.exp(bounded(token.logp - token.behaviour, -BOUND, BOUND))
         cost = larger(-a * ratio, -a * bounded(ratio, 1 - low, 1 + high))
         if dual is not None and a < 0:
@@ -87,11 +88,10 @@ def surrogate(reference, advantage, low=0.2, high=0.2, dual=None, beta=0.0, over
         if goal is not None:
             held = bounded(token.value, token.old_value - 0.5, token.old_value + 0.5)
             cost = cost + 0.5 * larger((token.value - goal) ** 2, (held - goal) ** 2)
-        siblings = sum(one[:2] == episode for one in turns)
         share = {
             "token": len(rows),
             "trajectory": len(episodes) * sum(row[3] == episode for row in rows),
-            "turn": len(episodes) * siblings * sum(row[4] == turn for row in rows),
+            "sum over turn": len(turns),
         }
         loss = loss + cost / share[over]
     return loss

@@ -345,8 +345,9 @@ def igpo(batch: Batch, gamma: float = 1.0, form: str = "paper", answer_weight: f
     """Information gain of each turn, outcome R on the last; form "paper" or "code".
 
     paper: one z-score over all turns of all rollouts of the group (std + 1e-6; a lone turn gets 0), then summed to go.
-    code: token-wise reward-to-go with gamma, minus the mean over those group members that have a token at the same
-    position among their sampled tokens; turns without tokens pass their reward on as in `token_rewards`.
+    code: token-wise reward-to-go with gamma, minus the mean over the group at the same position among the sampled
+    tokens, where a member without a token there counts as 0 (its padding, in the released code); turns without tokens
+    pass their reward on as in `token_rewards`.
     """
     if form not in ("paper", "code"):
         raise ValueError(form)
@@ -373,7 +374,7 @@ def igpo(batch: Batch, gamma: float = 1.0, form: str = "paper", answer_weight: f
                 lines.append(discounted(paid, gamma))
             for line in lines:
                 for position, one in enumerate(line):
-                    out.append(one - mean([other[position] for other in lines if len(other) > position]))
+                    out.append(one - math.fsum(o[position] for o in lines if len(o) > position) / len(lines))
     return out
 
 
@@ -540,7 +541,7 @@ def trloo(batch: Batch, gamma: float = 1.0) -> list[float]:
     return broadcast(batch, per_turn)
 
 
-def flow_grpo(batch: Batch, rows: str = "trajectory") -> list[float]:
+def flow_grpo(batch: Batch, rows: str = "turn") -> list[float]:
     """The trajectory's verdict R, z-scored within the task, copied to each planner turn; other turns get 0.
 
     rows: "trajectory" (paper) or "turn" (code: every planner turn votes). House: a lone row gets 0. In the paper form
@@ -574,7 +575,7 @@ def srgpo(
     """GiGPO's episode term plus the z-score of raw step rewards in random groups of `size` turns.
 
     Shuffled means: in ascending order of turn.facts["lot"]. within: "batch", "task" or "trajectory". scale: mode
-    `mean_std_norm` of the episode term; the step term is always divided. Singleton step group -> 0 by the card.
+    `mean_std_norm`, which divides both terms. Singleton step group -> 0 by the card.
     """
     if within not in ("batch", "task", "trajectory"):
         raise ValueError(within)
@@ -594,7 +595,7 @@ def srgpo(
             # Card: "raw process rewards (no discounting)"; "A^S=(r-mean)/(std+eps), singleton 0."
             peers = [places[at][4].reward for at in members]
             for at in members:
-                step[at] = normal(places[at][4].reward, peers, True)
+                step[at] = normal(places[at][4].reward, peers, scale)
     # Card: "A = A^E + omega A^S."
     return broadcast(batch, [one + omega * other for one, other in zip(outcome, step)])
 

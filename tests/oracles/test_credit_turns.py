@@ -54,7 +54,7 @@ OPTIONS = [
     (infopo, {"per_token": False}),
     (a2tgpo_credit, {"probability": False}),
     (mars, {"game": "domain"}),
-    (flow_grpo, {"rows": "turn"}),
+    (flow_grpo, {"rows": "trajectory"}),
     (srgpo, {"size": 3, "within": "task"}),
     (srgpo, {"size": -1, "within": "trajectory"}),
     (ui_s1, {"scale": False}),
@@ -349,7 +349,7 @@ def test_igpo_by_hand():
     pool = [0.5, 1.0, 0.0]
     z = [(one - 0.5) / (std(pool) + 1e-6) for one in pool]
     assert igpo(batch, gamma=0.5) == near([z[0] + 0.5 * z[1], z[1], z[2]])
-    assert igpo(batch, form="code") == near([0.75, 0.0, -0.75])
+    assert igpo(batch, form="code") == near([0.75, 0.5, -0.75])
 
 
 def test_infopo_golden():
@@ -501,7 +501,7 @@ def test_flow_grpo_reductions(seed):
         assert flow_grpo(single, rows=rows) == near(grpo(single)[0])
     batch = made(seed)
     planned = broadcast(batch, [float(turn.facts["planner"]) for _, _, _, _, turn in steps(batch)])
-    assert flow_grpo(batch) == near([one * flag for one, flag in zip(grpo(batch)[0], planned)])
+    assert flow_grpo(batch, rows="trajectory") == near([one * flag for one, flag in zip(grpo(batch)[0], planned)])
 
 
 def test_flow_grpo_rows():
@@ -509,7 +509,8 @@ def test_flow_grpo_rows():
     votes = [1.0, 1.0, 0.0]
     z = [(one - mean(votes)) / (std(votes) + 1e-6) for one in (1.0, 0.0)]
     assert flow_grpo(batch, rows="turn") == near([z[0], z[0], 0, z[1]])
-    assert flow_grpo(batch) == near([math.sqrt(0.5), math.sqrt(0.5), 0, -math.sqrt(0.5)], 1e-5)
+    half = math.sqrt(0.5)
+    assert flow_grpo(batch, rows="trajectory") == near([half, half, 0, -half], 1e-5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

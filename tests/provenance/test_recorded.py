@@ -27,8 +27,8 @@ def batch_of(groups: list) -> records.Batch:
 
 
 def trajectory(one: dict) -> records.Trajectory:
-    turns = [records.Turn(tokens_of(turn["tokens"]), turn["reward"], facts=turn["facts"]) for turn in one["turns"]]
-    return records.Trajectory(turns, truncated=one["truncated"], success=one["success"], facts=one["facts"])
+    turns = [records.Turn(**{**turn, "tokens": tokens_of(turn["tokens"])}) for turn in one["turns"]]
+    return records.Trajectory(**{**one, "turns": turns})
 
 
 def tokens_of(columns: dict) -> list[records.Token]:

@@ -27,7 +27,6 @@ UNRECORDED = {  # methods of each family without a record, whose docstring still
     "off_policy": 10,
     "entropy": 6,
     "tool_agents": 3,
-    "turn_credit": 9,
     "group_credit": 17,
     "segment_credit": 9,
     "reward_shaping": 10,

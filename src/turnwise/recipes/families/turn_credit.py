@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
-from turnwise.algebra.aggregate import Aggregate, Mean, items
+from turnwise.algebra.aggregate import Mean, Sum
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import Peers, PeerSpec, Same, SameTokenIndex, resolve_peers
@@ -72,8 +72,7 @@ def bilevel_gae(
 
     Paper: RAGEN: Understanding Self-Evolution in LLM Agents via Multi-Turn Reinforcement Learning, arXiv 2504.20073; GAE
     itself is arXiv 1506.02438.
-    Settings: gamma 1, lambda 0.95 or 1, turn gamma 0.95; clip, value clip and dual as PPO.
-    Sure of: the two levels (code of several agent trainers), one lambda for both (reconstructed)."""
+    Settings: gamma 1, lambda 0.95 or 1, turn gamma 0.95; clip, value clip and dual as PPO."""
     target = BiLevelGAE(gamma, lam, turn_gamma) + Measured(Signal.OLD_VALUE)
     return Recipe(
         advantage=Whiten(BiLevelGAE(gamma, lam, turn_gamma)),
@@ -227,11 +226,10 @@ def hgpo(
 
     Paper: Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks, arXiv 2602.22817.
     Settings: past K 2 or 4, alpha 1, gamma 0.95, population std, G 8. Levels at which a turn has no peers or is at the
-    mean are left out. base=True adds GiGPO's episode term as level 0.
-    Sure of: the formula (official code), clip and KL (GiGPO's, on whose code it is built)."""
+    mean are left out. base=True adds GiGPO's episode term as level 0."""
     episode = Standardise(Outcome(), SameTask(rows), scale)
     credit = HierarchyOfGroups(ReturnToGo(gamma), past, alpha, scale, base, episode)
-    return replace(grpo(clip, beta), advantage=credit)
+    return replace(grpo(clip, beta), advantage=credit, aggregate=Mean(TOKEN))
 
 
 class SameTransition(Peers):
@@ -284,8 +282,7 @@ def salt(window: int = 3, base: Literal["grpo", "rloo"] = "grpo", clip: float = 
     Paper: Step-level Advantage Assignment for Long-horizon Agents via Trajectory Graph, arXiv 2510.20022.
     Settings: base GRPO or RLOO; window h 3.
     Deviation: a trajectory that takes a step twice counts once; a single trajectory gets 0. Actions are compared token
-    by token.
-    Sure of: the averaging (abstract and summaries), the window (reconstructed), no KL (ours)."""
+    by token."""
     bases = {"grpo": Standardise(), "rloo": FallbackWithoutPeers(LeaveOneOut(), Constant(0.0))}
     return replace(grpo(clip, beta), advantage=PeerTrajectoryMean(bases[base], SameTransition(window)))
 
@@ -304,6 +301,17 @@ class AnswerProbabilityGain(Term):
         return where(last, self.weight * batch.reward.sum(TRAJECTORY), shift_turns(p, 1, 0.0) - p)
 
 
+class LessIndexMean(Term):
+    """v − Σ of v over the t-th sampled tokens of the task, divided by all its trajectories: one that has ended counts as 0."""
+
+    compares_peers = True
+    value: Term
+
+    def __call__(self, batch: Batch) -> Field:
+        v = self.value(batch)
+        return v - v.sum(SameTokenIndex()(batch)) / batch.tree.size(TRAJECTORY, GROUP)
+
+
 def igpo(
     gamma: float = 1.0,
     form: Literal["paper", "code"] = "paper",
@@ -317,14 +325,14 @@ def igpo(
 
     Paper: Information Gain-based Policy Optimization, arXiv 2510.14967.
     Settings: gamma 1, G 16, 32 tasks, at most 10 turns. form=code: returns token by token, minus their mean over the
-    trajectories of the task at the same place, no std.
-    Deviation: no penalty on the format and no F1; the outcome is what the environment pays.
-    Sure of: both forms (official code and notes on the paper), the weight of the KL (ours)."""
+    trajectories of the task at the same place, where one that has ended counts as 0; no std.
+    Deviation: no penalty on the format and no F1; the outcome is what the environment pays."""
     forms = {
         "paper": SumToGo(Standardise(EnvironmentReward()), gamma),
-        "code": Standardise(ReturnToGo(gamma, TOKEN), SameTokenIndex(), scale=False),
+        "code": LessIndexMean(ReturnToGo(gamma, TOKEN)),
     }
-    return replace(grpo(clip, beta), advantage=forms[form], reward=AnswerProbabilityGain(answer_weight))
+    reward = AnswerProbabilityGain(answer_weight)
+    return replace(grpo(clip, beta), advantage=forms[form], aggregate=Mean(TOKEN), reward=reward)
 
 
 def feedback_was_masked(batch: Batch) -> Field:
@@ -425,11 +433,10 @@ def infopo(
 
     Paper: Information-Driven Policy Optimization for User-Centric Agents, arXiv 2603.00656.
     Settings: beta 0.5, gate temperature T 0.05, rate 0. per_token divides I among the tokens of its turn (the released code).
-    Deviation: the decay exp(−rate · t) counts batches, not epochs; every turn of an episode has the same weight.
-    Sure of: the formula (official code), no KL (ours)."""
+    Deviation: the decay exp(−rate · t) counts batches, not epochs; every turn of an episode has the same weight."""
     information = LimitStd(StandardiseNonZero(FeedbackInformationGain(per_token)), Standardise())
     credit = Standardise() + beta * ExponentialDecay(LowSpreadGate(information, gate_temperature), rate)
-    return replace(grpo(clip, kl), advantage=credit)
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
 
 
 class SameAgent(Peers):
@@ -452,16 +459,15 @@ class AgentReturnToGo(Term):
 
 
 def mars(
-    game: Literal["group", "domain"] = "group", clip: float = 0.2, dual: float | None = 3.0, beta: float = 0.2
+    game: Literal["group", "domain"] = "group", clip: float = 0.2, dual: float | None = 1.4, beta: float = 0.2
 ) -> Recipe:
     """MARS: per-agent return-to-go minus the mean of that agent's role in the game.
 
     Gₖ = Σ r of this and the later turns of the same agent;  Aₖ = Gₖ − mean of G over (game, role)
 
     Paper: MARS: Reinforcing Multi-Agent Reasoning of LLMs through Self-Play in Strategic Games, arXiv 2510.15414.
-    Settings: clip 0.2, KL 0.2, dual clip on, 384 trajectories. game=domain takes all tasks of a kind for one game.
-    Deviation: sums first and centres then, as the paper; the released code centres twice and whitens between.
-    Sure of: the formula (paper text and official code), the dual clip's 3 (common default)."""
+    Settings: clip 0.2, KL 0.2, dual clip 1 + 2 · 0.2, 384 trajectories. game=domain takes all tasks of a kind for one game.
+    Deviation: sums first and centres then, as the paper; the released code centres twice and whitens at the end."""
     credit = Standardise(AgentReturnToGo(), SameAgent(game), scale=False)
     return replace(grpo(clip, beta), advantage=credit, gate=Clip(clip, clip, dual))
 
@@ -522,11 +528,10 @@ def trloo(
     Paper: Dr. Kernel: Reinforcement Learning Done Right for Triton Kernel Generations, arXiv 2602.05885.
     Settings: gamma 1, clip 0.2/0.28, N 16, 3 turns, no KL. Turns recorded as invalid are left out. absent=outcome
     counts episodes that have ended with their total return, absent=nothing with 0 (ours).
-    Deviation: its rewards for kernels and its rejection of mismatched sequences are left out.
-    Sure of: the formula (official code), the average over trajectories (ours)."""
+    Deviation: its rewards for kernels and its rejection of mismatched sequences are left out."""
     valid = Fact("valid", TURN, missing=1.0)
     credit = LeaveOneOutAtTurn(ReturnToGo(gamma), absent, valid)
-    return Recipe(advantage=credit, gate=Clip(low, high), keep=MarkedTurns(valid))
+    return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Sum(TURN), keep=MarkedTurns(valid))
 
 
 class OnMarkedTurns(Term):
@@ -539,31 +544,22 @@ class OnMarkedTurns(Term):
         return where(self.mark(batch) > 0.5, self.term(batch), 0.0)
 
 
-class MeanOfTurnMeans(Aggregate):
-    """Mean over the tokens of each turn, then over the turns of each trajectory, then over the trajectories."""
-
-    def __call__(self, trained: Field) -> Field:
-        tokens = trained.sum(TURN)
-        turns = where(tokens > 0, 1.0, 0.0).sum(TRAJECTORY)
-        return trained / (items(trained.sum(TRAJECTORY)) * turns.clamp(low=1) * tokens.clamp(low=1))
-
-
-def flow_grpo(rows: RowUnit = "trajectory", low: float = 0.2, high: float = 0.3, beta: float = 1e-3) -> Recipe:
+def flow_grpo(rows: RowUnit = "turn", low: float = 0.2, high: float = 0.3, beta: float = 1e-3) -> Recipe:
     """Flow-GRPO (AgentFlow's credit, not its modules): broadcasts the outcome to planner turns; others are not trained.
 
-    A = (R − mean)/std among the task;  J = mean over trajectories, over planner turns, over tokens of the clipped gain − β k3
+    A = (R − mean)/std among the task;  J = mean over the tokens of planner turns of the clipped gain − β k3
 
     Paper: In-the-Flow Agentic System Optimization for Effective Planning and Tool Use, arXiv 2510.05592.
-    Settings: clip 0.2/0.3, KL 0.001, G 8, batch 32, temperature 0.7. rows=turn counts every planner turn (released code).
+    Settings: clip 0.2/0.3, KL 0.001, G 8, batch 32, temperature 0.7. rows=trajectory counts an episode once, as the
+    paper does, not once for each planner turn.
     Deviation: without the turn fact "planner" every turn is the planner's; a single value gets 0. A loop of planner, executor,
-    verifier and generator with a shared memory is in examples/planner_and_verifier.py.
-    Sure of: the formula (official code)."""
+    verifier and generator with a shared memory is in examples/planner_and_verifier.py."""
     planner = Fact("planner", TURN, missing=1.0)
     return Recipe(
         advantage=OnMarkedTurns(planner, Standardise(Outcome(), SameTask(rows, planner))),
         gate=Clip(low, high),
         penalties=(WeightedPenalty(beta, KL("k3")),),
-        aggregate=MeanOfTurnMeans(),
+        aggregate=Mean(TOKEN),
         keep=MarkedTurns(planner),
     )
 
@@ -608,11 +604,10 @@ def srgpo(
 
     Paper: SeeNav-Agent: Enhancing Vision-Language Navigation with Visual Prompt and Step-Level Policy Optimization,
     arXiv 2512.02631.
-    Settings: size 16 (-1: one group of all), omega 0.5, KL 0.01, at most 20 steps; rows as in GiGPO.
-    Sure of: the formula (official code), the average over trajectories (ours)."""
+    Settings: size 16 (-1: one group of all), omega 0.5, KL 0.01, at most 20 steps; rows as in GiGPO."""
     peers = RandomGroups(size, within)
-    credit = Standardise(Outcome(), SameTask(rows), scale) + omega * Standardise(EnvironmentReward(), peers)
-    return replace(grpo(clip, beta), advantage=credit)
+    credit = Standardise(Outcome(), SameTask(rows), scale) + omega * Standardise(EnvironmentReward(), peers, scale)
+    return replace(grpo(clip, beta), advantage=credit, aggregate=Mean(TOKEN))
 
 
 class ReturnUntilMismatch(Term):
