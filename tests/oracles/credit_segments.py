@@ -457,8 +457,7 @@ def r3l(
     Card [code]: "sets A^=1.0 exactly" for perfect reward; `documented`: alpha. A group of one follows the formula:
     Card: "own singleton groups, reward 1 so A^=1"; below R_max it gets R - R = 0. The reduction to Dr.GRPO therefore
     needs no perfect reward as well. extra["mask"]: 0 before the pivot (its advantage is 0 too).
-    House: tokens before any of several pivots are masked; the loss is the mean over a trajectory's unmasked tokens,
-    then over the trajectories that have some.
+    House: tokens before any of several pivots are masked; the loss is the mean over the unmasked tokens.
     """
     advantage: list[float] = []
     mask: list[float] = []
@@ -487,20 +486,14 @@ def r3l(
             elif A >= 0:
                 # Card: "A^ = alpha A if A>=0"
                 A = alpha * A
-            used = []
             for k, turn in enumerate(trajectory.turns):
                 for token in turn.tokens:
                     m = 1.0 if k >= start[i] else 0.0
                     advantage.append(A * m)
                     mask.append(m)
                     if m:
-                        used.append(token)
-            if used:
-                # Card: "Loss = plain -A^ log pi (no ratio, no clip), length-normalised"
-                term = constant(0.0)
-                for token in used:
-                    term = term + -A * token.logp / len(used)
-                terms.append(term)
+                        # Card: "Loss −A·log π/(1+τ), token mean, no ratio (OPMD)"; the constant is left off
+                        terms.append(-A * token.logp)
     loss = constant(0.0)
     for term in terms:
         loss = loss + term / len(terms)

@@ -22,17 +22,13 @@ from turnwise.recipes.provenance import UNKNOWN, ClipBounds, KLTerm, Optimiser
 
 RECORDED = [name for name in recipes.METHODS if record_of(name)]
 UNRECORDED = {  # methods of each family without a record, whose docstring still says what they are sure of: fewer every time
-    "actor_critic": 7,
     "trust_region": 17,
     "off_policy": 10,
     "entropy": 6,
-    "tool_agents": 3,
     "group_credit": 17,
-    "segment_credit": 9,
     "reward_shaping": 10,
     "experts_and_replay": 14,
     "selection": 6,
-    "values": 2,
     "preferences": 16,
 }
 

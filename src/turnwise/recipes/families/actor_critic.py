@@ -57,8 +57,7 @@ def turn_ppo(
 
     Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718 (its first ingredient).
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
-    Deviation: the paper leaves open whether the turn ratio is differentiated as a whole; here each token has its own gradient.
-    Sure of: the turn ratio (paper text), the gradient path (reconstructed)."""
+    Deviation: the paper leaves open whether the turn ratio is differentiated as a whole; here each token has its own gradient."""
     tokens = ppo(clip, gamma, lam, value_clip, value_weight)
     return replace(tokens, ratio=PerToken(Importance(TURN)), aggregate=Mean(TRAJECTORY))
 
@@ -77,9 +76,7 @@ def st_ppo(
 
     Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718.
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
-    Deviation: the floor is ours (with 1 the gradient only ever shrinks); each token has its own gradient inside a turn.
-    Sure of: turn ratio and bias (paper text), division by ‖C‖ (paper text and reviews), floor and gradient path
-    (reconstructed)."""
+    Deviation: the floor is ours (with 1 the gradient only ever shrinks); each token has its own gradient inside a turn."""
     return replace(turn_ppo(clip, gamma, lam, value_clip, value_weight), gradient=DivideByClippingBias(floor))
 
 
@@ -97,8 +94,7 @@ def s_ppo(
 
     Paper: ST-PPO: Stabilized Off-Policy PPO for Multi-Turn Agents Training, arXiv 2511.20718 (its second ingredient).
     Settings: clip 0.2, gamma and lambda 1, several epochs of mini-batches.
-    Deviation: the floor is ours.
-    Sure of: the division by ‖C‖ (paper text and reviews), the floor (reconstructed)."""
+    Deviation: the floor is ours."""
     tokens = ppo(clip, gamma, lam, value_clip, value_weight)
     return replace(tokens, aggregate=Mean(TRAJECTORY), gradient=DivideByClippingBias(floor))
 
@@ -145,8 +141,7 @@ def bpo(
 
     Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
     Settings: softness 1e-3, eps 0.3, gradient clip 1.
-    Deviation: no entropy term; Q is the lambda-return.
-    Sure of: the formula (official code)."""
+    Deviation: no entropy term; Q is the lambda-return."""
     q = LambdaReturn(gamma, lam)
     return Recipe(
         advantage=GAE(gamma, lam),
@@ -166,8 +161,7 @@ def t_ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_weight
 
     Paper: Truncated Proximal Policy Optimization, arXiv 2506.15050.
     Settings: clip 0.2; windows of 8k of 24k tokens (recalled).
-    Deviation: episodes are cut by the run's own limits and not continued in the next round; advantages not whitened.
-    Sure of: extended GAE (paper-level text), filters (partly reconstructed)."""
+    Deviation: episodes are cut by the run's own limits and not continued in the next round; advantages not whitened."""
     target = ReturnToGo(gamma, TOKEN)
     return Recipe(
         advantage=GAE(gamma, lam, bootstrap=True),
@@ -193,8 +187,7 @@ def ppo_max(
 
     Paper: Secrets of RLHF in Large Language Models Part I: PPO, arXiv 2307.04964.
     Settings: eta 0.05, gamma 1, lambda 0.95, clip 0.2. centre=False is the released script: it only divides by the std.
-    Deviation: the critic starts from the policy's states, not from a reward model; no language-model loss in addition.
-    Sure of: the formula (paper text and official code; they differ in the centring), limit (ours)."""
+    Deviation: the critic starts from the policy's states, not from a reward model; no language-model loss in addition."""
     return Recipe(
         advantage=Whiten(GAE(gamma, lam)),
         gate=Clip(clip, clip),
@@ -290,8 +283,7 @@ def safe(
     Paper: SAFE: Stable Alignment Finetuning with Entropy-Aware Predictive Control for RLHF, arXiv 2602.04651.
     Settings: softness 0.5, Kp 0.3, Ki 0.01, Kd 0.05, threshold within 0.1 to 0.6, Huber 0.5.
     Deviation: the released penalty carries no gradient; here one factor of its square is the differentiable KL (k2). V is
-    the value before the first token. The predictive look-ahead is left out; heads have no LayerNorm.
-    Sure of: the constants (official code), the form of the penalty (ours)."""
+    the value before the first token. The predictive look-ahead is left out; heads have no LayerNorm."""
     return Recipe(
         advantage=Whiten(Outcome() - SoftMinValue(softness)),
         gate=Clip(clip, clip),

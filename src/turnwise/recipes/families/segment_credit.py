@@ -237,8 +237,7 @@ def spo_chain(rho: float = 0.9, clip: float = 0.2, trunks: int = 2) -> Recipe:
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: rho 0.9, clip 0.2; a cut before every 5th such token (2 to 100 tried), 9 completions at each.
     Deviation: cuts are before turns, as many as a group of 16 has forks for (the credit itself takes forks at any token);
-    the value of the prompt is the mean return of the other trunks.
-    Sure of: the formula (official code)."""
+    the value of the prompt is the mean return of the other trunks."""
     return Recipe(
         advantage=MonteCarloValueDifference(),
         strategy=Branch(trunks, "every"),
@@ -291,8 +290,7 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: rho 0.9, branching 6-6-6 every 100 tokens (or 4-5-6), 1024 segments a step, clip 0.2.
     Deviation: a segment lies between two forks, however long it is; of 16 trajectories all but the trunks fork from those,
-    spread evenly over their turns (the credit itself takes trees of any depth).
-    Sure of: the formula (official code)."""
+    spread evenly over their turns (the credit itself takes trees of any depth)."""
     return Recipe(
         advantage=TreeValueDifference(scale),
         strategy=Branch(trunks, "even"),
@@ -335,8 +333,7 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 0) -> Recipe:
     Settings: 16 trajectories a task, 8 of them from the prompt (trunks 0: half of the group), a branch where u − 0.2 ΔH ≤ 0.5.
     Deviation: a shared token is stored once and counted once; with copies its credit is the sum, as if each trajectory
     had its own copy of it (the paper's soft setting). Branches are decided when a trajectory has ended, as `--strategy
-    arpo` does.
-    Sure of: the soft setting and the branching (official code), the mean (summaries of the paper)."""
+    arpo` does."""
     return Recipe(
         advantage=MeanOverPaths(Standardise(PathReturn()), copies),
         strategy=AfterToolResults(trunks),
@@ -425,16 +422,17 @@ def r3l(
 ) -> Recipe:
     """R3L (its credit; reflection is `--strategy r3l`): trains only on tokens after the pivot of a retry and amplifies successes.
 
-    A = R − mean (with tau: R − τ log mean exp(R/τ));  Â = perfect where R ≥ best, αA where A ≥ 0, else A;  ∇J = mean Â ∇ log π
+    A = R − mean (with tau: R − τ log mean exp(R/τ));  Â = perfect where R ≥ best, αA where A ≥ 0, else A;
+    ∇J = mean over tokens of Â ∇ log π
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
     Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an
-    uncertain first token; with `--strategy r3l` a diagnosis names the pivot.
-    Sure of: the formula (official code)."""
+    uncertain first token; with `--strategy r3l` a diagnosis names the pivot."""
     return Recipe(
         advantage=AmplifiedPositive(SoftBaseline(tau, value=PathReturn()), PathReturn(), alpha, best, perfect),
         ratio=OnPolicy(),
+        aggregate=Mean(TOKEN),
         keep=AfterLastFork(),
         strategy=Branch(trunks),
     )
@@ -449,8 +447,7 @@ def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
     Paper: Let It Flow: Agentic Crafting on Rock and Roll, arXiv 2512.24873.
     Settings: gamma 0.95, mismatch 5 in a public re-run; failures pay −1.
     Deviation: episodes start at the beginning; --guidance ipa --sampler cycle starts them near the end of a solution, and
-    earlier as they succeed. Failures with reward 0 have no gradient.
-    Sure of: the formula (third-party notes), not the constants."""
+    earlier as they succeed. Failures with reward 0 have no gradient."""
     return Recipe(
         advantage=ReturnToGo(gamma),
         reward=PaidAtEnd(Outcome()),
@@ -496,8 +493,7 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     Paper: Memory as Action: Autonomous Context Curation for Long-Horizon Agentic Tasks, arXiv 2510.12635.
     Settings: at most ``segments`` of a trajectory are trained on, at random; None: all.
     Deviation: a turn that restarts its context is read under that context by itself; the fact ``memory`` is only needed
-    to draw segments. Penalties for limits and malformed calls are the environment's.
-    Sure of: the mechanism (third-party notes), not the constants."""
+    to draw segments. Penalties for limits and malformed calls are the environment's."""
     keep = SampledSegments(segments)
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=keep)
 
@@ -633,8 +629,7 @@ def archer(
     warm-up (10 here): without it the policy learns to end early, which is all an untrained critic predicts. Turns of the last 10
     steps, as many as fresh ones (share 1), are replayed. One fresh action of each state; fresh 0: the turns of the step itself.
     Deviation: fresh actions are drawn once for a batch, by the policy before it, and slow copies are read once for each batch.
-    With baseline the token's own value head is subtracted and learns the verdict.
-    Sure of: the formula (official code)."""
+    With baseline the token's own value head is subtracted and learns the verdict."""
     actor = PresentActions(fresh)
     return Recipe(
         advantage=Constant(1.0), ratio=OnPolicy(), gate=NoGate() * UtteranceAdvantage(baseline), aggregate=Sum(TURN),
@@ -715,8 +710,7 @@ def direct_advantage(
     Settings: beta small; states whose advantages span less than ``least`` are left out. 20 batches for the critic and a new
     reference after every 20 batches are ours (0: never); with --critic separate nothing that the critic reads moves.
     Deviation: a step is a turn; one action of each state unless --strategy branch; each rollout labels its states with its own
-    success, which has the gradient of their success rate.
-    Sure of: the quadratic loss (third-party summaries), not the constants."""
+    success, which has the gradient of their success rate."""
     regression = ResetReference(AdvantageRegressionError(beta), warm, every)
     return Recipe(
         advantage=TurnValueDifference(probability=True), gate=ZeroGate(), aggregate=Mean(TURN),
@@ -830,8 +824,7 @@ def polychromic_ppo(
     Settings: 8 vines, 4 sets of 4, 2 states, window 5, 2 epochs, gamma 1, beta about 0.005. Groups of 17: a trunk and its vines.
     A set of equal members has f = 0.
     Deviation: an action in several sets takes their mean; a vine in no set is credited by GAE. Trajectories are equal by the
-    fact `key`; where it is not recorded, by their actions after the state.
-    Sure of: the formula (third-party notes), what several sets give (ours)."""
+    fact `key`; where it is not recorded, by their actions after the state."""
     base = ppo(clip, gamma, lam, value_clip, value_weight)
     return replace(
         base,

@@ -54,8 +54,7 @@ def aspo(delta: float = -2.0, k: float = 0.7, low: float = 0.2, high: float = 0.
 
     Paper: Understanding Tool-Integrated Reasoning, arXiv 2508.19201.
     Settings: delta −2, k 0.7.
-    Deviation: p is the first token of the first turn with a call.
-    Sure of: the formula (paper text and third-party notes)."""
+    Deviation: p is the first token of the first turn with a call."""
     credit = EarlyToolBonus(Standardise(), delta, k)
     return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Mean(TOKEN), admission=Spread())
 
@@ -133,8 +132,7 @@ def a2tgpo(alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float
 
     Paper: Agentic Turn-Group Policy Optimization with Adaptive Turn-level Clipping, arXiv 2605.06200.
     Settings: alpha 0.3, beta 0.3, gamma 1.
-    Deviation: the likelihood is the mean log-probability of the answer's tokens.
-    Sure of: the formula (third-party walk-through quoting official code)."""
+    Deviation: the likelihood is the mean log-probability of the answer's tokens."""
     return Recipe(
         advantage=Standardise() + alpha * InformationGain(gamma),
         ratio=PerToken(Importance(TURN)),
@@ -152,8 +150,7 @@ def scale_rl(cap: float = 5.0, solved: float = 0.9) -> Recipe:
     Paper: The Art of Scaling Reinforcement Learning Compute for LLMs, arXiv 2510.13786.
     Settings: cap 5, tasks solved at 0.9 are not sampled again, 48 tasks of 16, staleness up to 8.
     Deviation: no forced interruption of long reasoning; staleness is a setting of the run. Its curve fit is in
-    `turnwise.maths.scaling`.
-    Sure of: the recipe (paper text), batch and learning rate (recalled)."""
+    `turnwise.maths.scaling`."""
     return Recipe(
         advantage=DivideByBatchStd(Standardise(scale=False)),
         gate=CappedWeight(cap),

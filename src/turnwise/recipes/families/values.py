@@ -73,8 +73,7 @@ def b_coder(
     times a gap of log-probabilities (up to 20) must stay within the range of the returns, here 1. imitation acts against alpha².
     With --eval-samples 2 or more, evaluations report the success of the answer that Q ranks first (reranked_success).
     Deviation: the paper's cross-entropy to the model is k3, which has its gradient on the policy's samples; the values of the
-    target are those before the batch, not a slow copy's; data are the run's own rollouts, one pass each.
-    Sure of: dueling form, operator and ranking (summaries), not the constants."""
+    target are those before the batch, not a slow copy's; data are the run's own rollouts, one pass each."""
     return Recipe(
         advantage=Constant(0.0), ratio=OnPolicy(), aggregate=Mean(TOKEN),
         penalties=(WeightedPenalty(1.0, ConservativeQError(alpha, gamma)), WeightedPenalty(imitation, KL())),
@@ -144,7 +143,6 @@ def props(
     Settings: limit 0.3, divergence 0.01, 16 fits, PPO with clip 0.2. A fit every 16 environment steps (here every 2 rollouts of a
     task) with Adam at 1e-3 (here plain steps of rate 3 on a table).
     Deviation: φ is a table of logit shifts for the tokens drawn after each prefix of a task's rollouts; the buffer is the group,
-    no older batches.
-    Sure of: the formula (official code), not the rate."""
+    no older batches."""
     away = CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate))
     return replace(ppo(clip, gamma, lam, value_clip, value_weight), ratio=Importance(proximal=True), strategy=away)
