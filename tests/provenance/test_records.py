@@ -25,11 +25,7 @@ UNRECORDED = {  # methods of each family without a record, whose docstring still
     "trust_region": 17,
     "off_policy": 10,
     "entropy": 6,
-    "group_credit": 17,
-    "reward_shaping": 10,
-    "experts_and_replay": 14,
     "selection": 6,
-    "preferences": 16,
 }
 
 MINIMAL = """

@@ -16,7 +16,7 @@ from support.batches import from_oracle
 
 from turnwise import recipes
 from turnwise.core.columns import Column
-from turnwise.core.levels import TOKEN, Field
+from turnwise.core.levels import TOKEN, TRAJECTORY, Field
 from turnwise.core.signals import Signal
 
 
@@ -31,10 +31,15 @@ class Around:
     kl: float = 0.0
 
 
+RANKS = (Signal.EFFECTIVE_RANK, Signal.EFFECTIVE_RANK_VELOCITY, Signal.EFFECTIVE_RANK_ACCELERATION)
+
 RELEASED = {
     "adora": Around("token", kl=1e-3),
+    "gdpo": Around("token"),
+    "mc_grpo": Around("row"),
     "rlfr": Around("row", dual=3.0),
-    "unlikeliness": Around("row", kl=0.1),
+    "unlikeliness": Around("token", kl=0.1),
+    "verl_rank": Around("token", kl=1e-3),
 }
 
 
@@ -62,12 +67,17 @@ def test_loss_around_the_credit(name, seed):
     batch, policy = from_oracle(reference)
     flat = list(records.tokens(reference))
     scores = torch.tensor([(7 * i + seed) % 11 / 10 for i in range(len(flat))], dtype=torch.float64)
+    ranks = torch.tensor([(5 * i + seed) % 7 for i in range(batch.tree.count(TRAJECTORY))], dtype=torch.float64)
     batch = batch.put({Signal.FLOW_DEVIATION: Field(batch.tree, TOKEN, scores)})
+    batch = batch.put(dict.fromkeys(RANKS, Field(batch.tree, TRAJECTORY, ranks)))
     objective = recipes.build(name).objective
-    credited = objective.credit(batch)
-    loss = objective(objective.plan(credited), policy).loss
-    advantage = credited[Column.ADVANTAGE].at(TOKEN).x.tolist()
-    wanted = by_hand([records.sampled(t) for t in records.trajectories(reference)], advantage, RELEASED[name])
+    planned = objective.plan(objective.credit(batch))
+    loss = objective(planned, policy).loss
+    advantage, kept = planned[Column.ADVANTAGE].at(TOKEN).x, planned[Column.WEIGHT].x > 0
+    rows = [records.sampled(t) for t in records.trajectories(reference)]
+    used = kept.split([len(row) for row in rows])
+    rows = [row for row, use in zip(rows, used) if use.any()]
+    wanted = by_hand(rows, advantage[kept].tolist(), RELEASED[name])
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-8, atol=1e-10)
     if not flat:
         return

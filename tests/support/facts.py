@@ -104,9 +104,10 @@ def ratio(recipe: Recipe) -> str | None:
 def ratio_level(recipe: Recipe, sign: float) -> str | None:
     batch, leaves = probe_batch(recipe, RAGGED)
     batch = replace(batch, reward=sign * batch.reward)
-    tree, objective, step = batch.tree, gain_alone(recipe, sign), 1e-6
+    tree, step = batch.tree, 1e-6
 
     def weight(at: int = 0, move: float = 0.0) -> Tensor:
+        objective = gain_alone(recipe, sign)  # a new one each time: a weight may change with the number of batches
         logp = leaves[Signal.LOGP].clone()
         logp[at] += move
         moved = {**leaves, Signal.LOGP: logp}
@@ -137,10 +138,15 @@ def ratio_level(recipe: Recipe, sign: float) -> str | None:
 
 
 def average(recipe: Recipe) -> str | None:
-    """The weights of tokens beside those of each known average."""
+    """The weights of tokens beside those of each known average; without a gain, of the loss that stands in its place."""
+    losses = recipe.objective.penalties
+    absent = isinstance(recipe.advantage, Constant) and not recipe.advantage.value
+    if absent and len(losses) != 1:
+        return "other"
+    aggregate = losses[0].aggregate or recipe.aggregate if absent else recipe.aggregate
     batch, _ = probe_batch(recipe, RAGGED)
     ones = batch.tree.full(TOKEN, 1.0, torch.float64)
-    weight = recipe.aggregate(ones).at(TOKEN).x
+    weight = aggregate(ones).at(TOKEN).x
     known = {**{name: Mean(level) for name, level in LEVELS.items()},
              **{f"sum over {name}": Sum(level) for name, level in LEVELS.items() if level != TOKEN}}  # fmt: skip
     for name, aggregate in known.items():

@@ -130,8 +130,7 @@ def chord(
     Paper: On-Policy RL Meets Off-Policy Experts, arXiv 2508.11408.
     Settings: weight none: peak 0.9, valley 0.05, fall 200; weight phi: peak = valley = 0.1; together: rise 200, fall 400,
     peak 0.5, valley 0.02. A fifth of the rows expert, 8 rollouts a task, dual clip 3, no KL.
-    Deviation: μ moves once a batch; replayed trajectories take no part.
-    Sure of: formula, schedule, average and constants (official code)."""
+    Deviation: μ moves once a batch; replayed trajectories take no part."""
     mu, rollouts = WarmupCosine(rise, fall, peak, valley), FromOrigin("policy")
     imitation = WeightedNegativeLogLikelihood(weight, cutoff)
     return Recipe(
@@ -162,8 +161,7 @@ def hpt(gate: float = 0.0, coef: float = 1.0, length: float = 64, low: float = 1
 
     Paper: Towards a Unified View of Large Language Model Post-Training, arXiv 2509.04419.
     Settings: gate 0 (Qwen) or 2/8 (LLaMA), coef 1 (0.3 for the smallest), 8 rollouts; no std, no clip (low 1, high inf).
-    Deviation: as released, not as printed (the text has std and clip); its entropy bonus of 0.001 is left out.
-    Sure of: the formula (official code)."""
+    Deviation: as released, not as printed (the text has std and clip); its entropy bonus of 0.001 is left out."""
     practised = AllOf((FromOrigin("policy"), SolvedGroups(gate)))
     shown = BestOfGroup(AllOf((FromOrigin("expert"), Not(SolvedGroups(gate)))))
     return Recipe(
@@ -213,8 +211,7 @@ def luffy(
     Paper: Learning to Reason under Off-Policy Guidance, arXiv 2504.14945.
     Settings: 7 own rows and 1 expert's, shape 0.1, no clip, no std, no KL.
     Deviation: its entropy bonus of 0.001 is left out. Replayed trajectories are treated as sampled ones: their
-    log-probabilities are recorded.
-    Sure of: the formula (official code)."""
+    log-probabilities are recorded."""
     return Recipe(
         advantage=Standardise(scale=normalise),
         ratio=RatioByOrigin(FromOrigin("expert"), ShapedProbability(kind, shape, power)),
@@ -239,8 +236,7 @@ def guide(clip: float = 0.2, more: int = 0) -> Recipe:
 
     Paper: Adaptive Guidance Accelerates Reinforcement Learning of Reasoning Models, arXiv 2506.13923.
     Settings: hints only where all plain rollouts are wrong; clip 0.2. As many hinted rollouts as plain ones (more 0) is ours.
-    Deviation: the hint is the environment's, not a stronger model's.
-    Sure of: the ratio (abstract and recalled), the peers of the comparison (unconfirmed)."""
+    Deviation: the hint is the environment's, not a stronger model's."""
     plain = AllOf((FromOrigin("policy"), Unguided()))
     used = AllOf((FromOrigin("policy"), AnyOf((Unguided(), Not(SolvedGroups(0.0, plain))))))
     credit = OnSelected(used, Standardise(peers=SelectedPeers(used)))
@@ -255,8 +251,7 @@ def trimpi(clip: float = 0.2, share: float = 0.5, tier: int = 1) -> Recipe:
     Paper: Multimodal Policy Internalization for Conversational Agents, arXiv 2510.09474.
     Settings: as many rollouts with the document as without, the clip of the base method.
     Deviation: the document is the environment's hints; for a text of your own write --guidance trimpi,document=FILE. Continued
-    pre-training on the document is left out.
-    Sure of: the ratio (notes on the paper), the average (that of GRPO)."""
+    pre-training on the document is left out."""
     ratio, document = Importance(proximal=True), HalfInContext(share, tier)
     return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), guidance=document)
 
@@ -303,8 +298,7 @@ def arpo_gui(
     Paper: ARPO: End-to-End Policy Optimization for GUI Agents with Experience Replay, arXiv 2505.16282.
     Settings: low 0.2, high 0.3, dual clip, no KL; 8 successes kept for each task (reward above 0.1); 8 rollouts of 16 tasks
     a step, 15 passes over a pool of 128 tasks.
-    Deviation: the replaced rollout is chosen at random. The fact `format` (0, or −1 for unparsable output) is optional.
-    Sure of: the formula (official code)."""
+    Deviation: the replaced rollout is chosen at random. The fact `format` (0, or −1 for unparsable output) is optional."""
     used = PatchFailedGroups(FailedGroups(0.05, 0.2), FromOrigin("replay"))
     paid = Outcome() + format_weight * Fact("format", missing=0.0)
     return Recipe(
@@ -350,8 +344,7 @@ def bepa(
     Settings: repeated passes over a pool of 128 tasks, one trace each. The weight of a borrowed trace is not confirmed:
     kind same treats it as sampled by the present policy (ρ = 1).
     Deviation: the replaced rollout is chosen at random. Its first level, in which the policy itself plays a plan of the expert's
-    trace, is --guidance bepa.
-    Sure of: the rule (paper-level text), the ratio of borrowed traces (unconfirmed)."""
+    trace, is --guidance bepa."""
     rollouts = FromOrigin("policy")
     used = PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay")))
     return Recipe(
@@ -410,8 +403,7 @@ def spear_replay(
     Paper: Learn the Ropes, Then Trust the Wins, arXiv 2509.22601.
     Settings: κ falls over 100 (to 200) steps, η rises over 200, clip 0.2/0.28, oldest 10, history 10240 groups, covariance 0.02
     (a share of all tokens).
-    Deviation: both losses in one optimiser step; covariance clipping is off by default. `spear` follows the agent runs.
-    Sure of: the formula (official code)."""
+    Deviation: both losses in one optimiser step; covariance clipping is off by default. `spear` follows the agent runs."""
     rollouts, past = FromOrigin("policy"), AllOf((FromOrigin("replay"), MaxAge(oldest)))
     good, over = AllOf((past, PositiveAdvantage())), Sum(TRAJECTORY, length=length)
     drop = {rows: DropHighCovariance(rows, covariance, 1.0, 40.0, clip=(low, high)) for rows in (rollouts, good)}
@@ -476,8 +468,7 @@ def pipo(window: int = 3, damp: float = 0.5, eps: float = 1e-6, clip: float = 0.
     Paper: PIPO: Policy Improvement Reinforcement Learning, arXiv 2604.00860.
     Settings: K 3, λ 0.5.
     Deviation: old and new are one optimiser step, not two; trajectories with advantage 0 are not replayed (they have no
-    gradient).
-    Sure of: the formula (third-party notes), K and λ (unverified)."""
+    gradient)."""
     rollouts, past = FromOrigin("policy"), FromOrigin("replay")
     verdict = ImprovementWeighted(Fact("advantage", missing=0.0), window, damp, eps)
     return Recipe(
@@ -513,8 +504,7 @@ def r1v2(
     Paper: Skywork R1V2: Multimodal Hybrid Reinforcement Learning for Reasoning, arXiv 2504.16656.
     Settings: weights 0.8, 0.2, 1; beta 0.1; delta a running mean of rewards (0 here); trajectories are replayed with
     probability ∝ |A|.
-    Deviation: no KL; pairs take no part in GRPO.
-    Sure of: the losses (paper text), how trajectories are sampled for replay (unconfirmed)."""
+    Deviation: no KL; pairs take no part in GRPO."""
     pairs, stored = LabelledPairs(), Fact("advantage", missing=0.0)
     rollouts = AllOf((FromOrigin("policy"), Not(pairs)))
     past = AllOf((FromOrigin("replay"), Not(pairs), NonZero(stored)))
@@ -561,8 +551,7 @@ def opd(lam: float = 1.25, clip: float = 0.2) -> Recipe:
     Aₜ = λ (log T − log π_ref) − (log π_old − log π_ref);  clipped, token mean;  λ = 1 is on-policy distillation
 
     Paper: Learning beyond Teacher: Generalized On-Policy Distillation with Reward Extrapolation, arXiv 2602.12125.
-    Settings: lambda 1.25 (1.5 can destabilise), one sample a task, batch 1024, temperature 1.
-    Sure of: the formula (paper text and official code)."""
+    Settings: lambda 1.25 (1.5 can destabilise), one sample a task, batch 1024, temperature 1."""
     rollouts = FromOrigin("policy")
     credit = OnSelected(rollouts, TeacherLogRatio(lam))
     return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=rollouts)
@@ -574,8 +563,7 @@ def opd_corrected(lam: float = 1.25, clip: float = 0.2, cap: float = 5.0) -> Rec
     Aₜ as `opd` with the learner's π_old;  Σₜ min(π_old/μ, cap) · clipped(π/π_old, Aₜ)
 
     Paper: Learning beyond Teacher: Generalized On-Policy Distillation with Reward Extrapolation, arXiv 2602.12125.
-    Settings: as `opd`, cap 5.
-    Sure of: the formula (paper text and official code)."""
+    Settings: as `opd`, cap 5."""
     return replace(
         opd(lam, clip),
         advantage=OnSelected(FromOrigin("policy"), TeacherLogRatio(lam, proximal=True)),
@@ -620,8 +608,7 @@ def scope(tau: float = 1.0) -> Recipe:
 
     Paper: SCOPE: Signal-Calibrated On-Policy Distillation, arXiv 2604.10688.
     Settings: tau 1, rollout temperature 0.6, batch 256.
-    Deviation: weights and credit are of the policy at the start of the batch, not of each update.
-    Sure of: the formula (paper text)."""
+    Deviation: weights and credit are of the policy at the start of the batch, not of each update."""
     rollouts = AllOf((FromOrigin("policy"), HasTokens()))
     right, wrong = AllOf((rollouts, Succeeded())), AllOf((rollouts, Not(Succeeded())))
     return Recipe(
@@ -656,8 +643,7 @@ def otr(negative: float = -0.1, candidates: int = 8) -> Recipe:
 
     Paper: One-Token Rollout: Guiding Supervised Fine-Tuning of LLMs with Policy Gradient, arXiv 2509.26313.
     Settings: 256 candidates at temperature 1.3, negative −0.1 (recalled).
-    Deviation: 8 candidates by default, at the temperature of the turn.
-    Sure of: the formula (paper-level text), the constants (recalled)."""
+    Deviation: 8 candidates by default, at the temperature of the turn."""
     cost = OneTokenRolloutLoss(candidates, negative)
     penalty = WeightedPenalty(1.0, cost, Mean(TRAJECTORY), rows=FromOrigin("expert"))
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(penalty,))

@@ -96,8 +96,7 @@ def mc_grpo(eps: float = 1e-3, rescale: bool = False, fallback: bool = False, cl
     Paper: MC-GRPO: Median-Centered GRPO for Small-Rollout RL, arXiv 2601.22582.
     Settings: groups of G + 1 (9 here), eps 1e-3. rescale is the GSM8K script's n/(members with A ≠ 0); fallback takes d
     = 1 where d is 0: with rewards of 0 and 1 it always is, and the minority gets ±1/eps, left to gradient clipping. Of
-    an even group the median is the lower of the middle two, so that it is a member there, too.
-    Sure of: the formula (official code)."""
+    an even group the median is the lower of the middle two, so that it is a member there, too."""
     return Recipe(
         advantage=StandardiseByMedian(eps, rescale, fallback),
         gate=Clip(clip, clip),
@@ -191,8 +190,7 @@ def bnpo(
 
     Paper: BNPO: Beta Normalization Policy Optimization, arXiv 2506.02864.
     Settings: G 16, 32 tasks, clip 0.2/0.28, dual clip 10, token sums, no KL. rewards: each named one by itself, then the
-    mean; () takes all that are named, None the outcome. bottom and top: what counts as 0 and as 1.
-    Sure of: the formula (official code)."""
+    mean; () takes all that are named, None the outcome. bottom and top: what counts as 0 and as 1."""
     credit = BetaNormalised(WeightedRewards(rewards), bottom, top)
     return Recipe(advantage=credit, gate=Clip(low, high, dual), aggregate=Sum(TRAJECTORY))
 
@@ -242,12 +240,12 @@ def gdpo(
     A = Σₖ wₖ (Rᵏ − meanᵏ)/(stdᵏ + ε), then (A − mean)/(std + ε) over the batch
 
     Paper: GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242.
-    Settings: all named rewards with weight 1, eps 1e-4; whiten by rows or, as the other released version, by tokens. A
-    reward a trajectory was not given counts as 0.
-    Deviation: to condition one reward on another, let the environment name the conditioned one.
-    Sure of: the formula (official code)."""
+    Settings: all named rewards with weight 1, eps 1e-4, token mean, no KL; whiten by rows or, as the other released version, by
+    tokens. A reward a trajectory was not given counts as 0.
+    Deviation: to condition one reward on another, let the environment name the conditioned one."""
     decoupled = SumOfStandardised(WeightedRewards(rewards, weights), eps)
-    return Recipe(advantage=StandardiseOverBatch(decoupled, whiten, eps), gate=Clip(clip, clip))
+    credit = StandardiseOverBatch(decoupled, whiten, eps)
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
 def dvao(
@@ -258,8 +256,7 @@ def dvao(
     A = Σₖ wₖ (Rᵏ − meanᵏ) / (Σₖ wₖ stdᵏ + ε)
 
     Paper: Dynamic Variance-adaptive Advantage Optimization for Multi-reward RL, arXiv 2605.25604.
-    Settings: all named rewards with weight 1, G 16.
-    Sure of: the formula (third-party notes quoting the method section); eps is ours."""
+    Settings: all named rewards with weight 1, G 16."""
     credit = SumOfStandardised(WeightedRewards(rewards, weights), eps, total_std=True)
     return Recipe(advantage=credit, gate=Clip(clip, clip))
 
@@ -464,8 +461,7 @@ def canon(
     Paper: CANON: Conditional Advantage Estimation, arXiv 2509.23962.
     Settings: mu 1 or 0.5, or None for the batch's mean reward; alpha 1 (below 1, with length, long answers lose); G 16,
     clip 0.2/0.28, no KL, a constant length (8192 in the paper, 64 here).
-    Deviation: no cosine schedule of mu.
-    Sure of: the formula (official code)."""
+    Deviation: no cosine schedule of mu."""
     credit = ConditionalAdvantage(mu, alpha, metric)
     return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Sum(TRAJECTORY, length=length))
 
@@ -503,8 +499,7 @@ def stratified_grpo(
     A = α z-score among those with as many calls + (1 − α) z-score among the group
 
     Paper: Stratified GRPO: Handling Structural Heterogeneity in RL of LLM Search Agents, arXiv 2510.06214.
-    Settings: alpha 0.8.
-    Sure of: the formula (third-party notes), alpha (unverified)."""
+    Settings: alpha 0.8."""
     strata = Standardise(Outcome(), SameCount(by), eps=eps)
     return Recipe(advantage=Blend(strata, Standardise(eps=eps), share=alpha), gate=Clip(clip, clip))
 
@@ -567,8 +562,7 @@ def dgpo_difficulty(
 
     Paper: Harder Is Better (MathForge), arXiv 2601.20614.
     Settings: softness 2, eps 1e-4, G 8; summed: eps beside the sum of deviations (released code). accuracy: the reward whose mean
-    is p, None for the outcome. The mean runs over tokens of these tasks (valid_tokens). Rewrites: --env calculator,rewrites=3.
-    Sure of: the formula (official code)."""
+    is p, None for the outcome. The mean runs over tokens of these tasks (valid_tokens). Rewrites: --env calculator,rewrites=3."""
     term = StandardiseByMeanDeviation(Outcome(), eps, summed)
     credit = DifficultyWeighted(term, softness, accuracy, valid_tokens)
     return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
@@ -621,8 +615,7 @@ def capo_calibration(
     Paper: Calibration-Aware Policy Optimization for Reasoning LLMs, arXiv 2604.12632.
     Settings: tau 0.6 (1.5B) or 0.5 (7B); right answers of reference perplexity above 2.5 and wrong ones below 1.05 get 0;
     G 8, clip 0.2, no KL. scaled keeps the derivative's 1/τ.
-    Deviation: l is taken from the log-probabilities of sampling.
-    Sure of: the formula up to its scale (third-party notes)."""
+    Deviation: l is taken from the log-probabilities of sampling."""
     return Recipe(advantage=PairwiseCalibration(tau, high, low, scaled), gate=Clip(clip, clip))
 
 
@@ -697,10 +690,9 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
     tasks of mean R (1 − κH), κ = (1 − 1/G)/log₂ G; two clipped objectives
 
     Paper: COPO: Consistency-Aware Policy Optimization, arXiv 2508.04138.
-    Settings: b 0.5, k 1, G 8, eps 1e-6; forced sets w = 0 where the local advantage is 0.
+    Settings: b 0.5, k 1 (its script: b 1, k 5), G 8, eps 1e-6; forced sets w = 0 where the local advantage is 0.
     Deviation: the answer of an episode is its last message: what stands in <answer> tags, a box or after ####, else all of it,
-    without regard to case and marks; an unfinished episode has none.
-    Sure of: the formula (official code); the paper's tuned b and k were not found."""
+    without regard to case and marks; an unfinished episode has none."""
     near, same = Standardise(eps=eps), SameAnswer()
     local = DisagreementWeighted(near, same, b, k, forced)
     both = replace(local) + replace(local, across=ConsistencyAdvantage(same, eps))
@@ -745,8 +737,7 @@ def adora(
 
     Paper: ADORA: Training Reasoning Model with Dynamic Advantage Estimation on RL, blog and code, 2025-03.
     Settings: damp 0.1, token mean, KL 1e-3. Right is a reward above 1.01 for its language models (here above 0.5: a task
-    pays 1) and above 0.5 for its vision models, where lenient reverses the rule for groups of only right or only wrong answers.
-    Sure of: formula, average and constants (official code)."""
+    pays 1) and above 0.5 for its vision models, where lenient reverses the rule for groups of only right or wrong answers."""
     credit = LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient)
     return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
 
@@ -768,10 +759,10 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
     R ← R (1 − β k/G), k = 0 for the least likely of the group;  A = z-score
 
     Paper: Rewarding the Unlikely: Lifting GRPO Beyond Distribution Sharpening, arXiv 2506.02355.
-    Settings: beta 0.25, G 32, two passes, KL 0.1.
-    Deviation: trajectories with a tiny advantage are kept; one pass by default.
-    Sure of: the formula (official code)."""
-    return replace(grpo(clip, kl), advantage=Standardise(UnlikelinessReward(beta), eps=eps))
+    Settings: beta 0.25, G 32, two passes, token mean, KL 0.1.
+    Deviation: trajectories with a tiny advantage are kept; one pass by default."""
+    credit = Standardise(UnlikelinessReward(beta), eps=eps)
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
 
 
 class NoveltyBonus(Term):
@@ -796,8 +787,7 @@ def xrpo(novelty: float = 2.5, kappa: float = 0.5, eps: float = 1e-6, clip: floa
     Paper: XRPO: Pushing the Limits of GRPO with Targeted Exploration and Exploitation, arXiv 2510.06672.
     Settings: novelty 2.5, kappa 0.5; 4 rollouts first, then the rest of the budget where the mean reward is most uncertain
     (`--budget xrpo`); 2 solved examples in the prompt of a group that fails (`--guidance xrpo`).
-    Deviation: those of the budget and the guidance; --budget fixed --guidance none leaves the bonus alone.
-    Sure of: the formula (third-party implementation)."""
+    Deviation: those of the budget and the guidance; --budget fixed --guidance none leaves the bonus alone."""
     return Recipe(
         advantage=NoveltyBonus(Standardise(eps=eps), novelty, kappa),
         gate=Clip(clip, clip),
@@ -866,8 +856,7 @@ def polychromic(size: int = 4, bottom: float = 0.0, top: float = 1.0, beta: floa
     Settings: N 8, n 4; a penalty (log π − log μ)² keeps the policy near the sampler. bottom and top: what counts as 0
     and as 1.
     Deviation: the state is the task and all sets of its group count, in closed form; no vines inside an episode, no
-    critic. Trajectories are equal by the fact `key`; where it is not recorded, by all their actions.
-    Sure of: the formula (third-party notes), beta (ours)."""
+    critic. Trajectories are equal by the fact `key`; where it is not recorded, by all their actions."""
     return Recipe(
         advantage=SetAdvantage(size, SameFact("key"), UnitOutcome(bottom, top)),
         gate=Clip(clip, clip),
@@ -907,8 +896,7 @@ def public_baseline(scale: bool = False, eps: float = 1e-6, clip: float = 0.2) -
 
     Paper: AdvEvo-MARL: Shaping Internalized Safety through Adversarial Co-Evolution, arXiv 2510.01586.
     Settings: clipped ratio, token mean; scale divides by the std.
-    Deviation: any number of agents and functions; the turn fact `function` names it, without it each agent is its own.
-    Sure of: the idea (abstract); the formula is reconstructed."""
+    Deviation: any number of agents and functions; the turn fact `function` names it, without it each agent is its own."""
     return Recipe(advantage=PublicBaseline(scale, eps), gate=Clip(clip, clip), aggregate=Mean(TOKEN))
 
 
@@ -978,8 +966,7 @@ def mssr(
     Settings: gamma 0.4, weight 2, eta between 0.875 and 0.96 by the mean KL of the last 20 updates (target 0.01), KL
     0.01; 2048 tasks of one rollout (64 here, in repeated passes over a pool of 512: a task must return to have a
     history). strength: a new task begins with a = b = strength/2, 1/(1 − least)/2.
-    Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit.
-    Sure of: the formula and constants (third-party notes)."""
+    Deviation: the KL of an update is measured on the batch after it; rollouts of one task in one batch are one visit."""
     keep = RetentionByKL(least, most, window, target)
     surprise = UnitOutcome(bottom, top) - SuccessTracker(UnitOutcome(bottom, top), keep, strength, average=True)
     credit = CappedEntropyBonus(Standardise(surprise, BATCH), gamma, weight)
@@ -1013,8 +1000,7 @@ def poise(normalise: bool = True, eps: float = 1e-6, low: float = 0.2, high: flo
     A = R − mean over the other rollouts j of V(zⱼ), then the z-score over the batch
 
     Paper: Your Language Model is Its Own Critic, arXiv 2605.07579.
-    Settings: two rollouts per task in the paper (any number here), DAPO's clip and token mean.
-    Sure of: the formula (abstract and third-party notes); the probe's features are reconstructed."""
+    Settings: two rollouts per task in the paper (any number here), DAPO's clip and token mean."""
     return Recipe(advantage=LeaveOneOutProbeBaseline(normalise, eps), gate=Clip(low, high), aggregate=Mean(TOKEN))
 
 
@@ -1037,6 +1023,5 @@ def probe_baseline(clip: float = 0.2) -> Recipe:
     Paper: V₀: A Generalist Value Model for Any Policy at State Zero, arXiv 2602.03584.
     Settings: none. The paper's allocation of rollouts is `--budget v0`.
     Deviation: a probe of hidden states, refitted on recent batches, stands in for the embedding model and its in-context
-    classifier; V₀ is its mean over the other rollouts of the task. No routing between models.
-    Sure of: the model (official code), its use as a baseline (abstract)."""
+    classifier; V₀ is its mean over the other rollouts of the task. No routing between models."""
     return Recipe(advantage=ProbeBaseline(), gate=Clip(clip, clip))

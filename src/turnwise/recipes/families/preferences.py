@@ -139,8 +139,7 @@ def dpo(
     bco: −log σ(βs_w) − log σ(−βs_l);  sppo: (s_w − 1/2β)² + (s_l + 1/2β)²;  smoothing ε: (1 − ε)ℓ(w, l) + εℓ(l, w)
 
     Paper: Direct Preference Optimization, arXiv 2305.18290; the variants under the names of their kinds.
-    Settings: beta 0.1, lr 5e-7 to 1e-6, batch 64.
-    Sure of: the formulas (paper text and public code)."""
+    Settings: beta 0.1, lr 5e-7 to 1e-6, batch 64."""
     loss, score = KINDS[kind]
     return of_pairs(LabelSmoothed(loss(beta), smoothing), pairs, score)
 
@@ -165,8 +164,7 @@ def rdpo(flip: float = 0.1, beta: float = 0.1, bound: float = INF, pairs: Litera
     ℓ = [(1 − ε)(−log σ(βd)) − ε(−log σ(−βd))] / (1 − 2ε), d held within ±bound
 
     Paper: Provably Robust DPO: Aligning Language Models with Noisy Feedback, arXiv 2403.00409.
-    Settings: flip 0.1, beta 0.1. The loss is unbounded below as d grows: bound d, keep beta small, or stop early.
-    Sure of: the formula (paper text)."""
+    Settings: flip 0.1, beta 0.1. The loss is unbounded below as d grows: bound d, keep beta small, or stop early."""
     return of_pairs(FlipCorrected(LogisticLoss(beta), flip, bound), pairs)
 
 
@@ -176,8 +174,7 @@ def simpo(beta: float = 2.0, gamma: float = 1.0, pairs: Literal["told", "formed"
     ℓ = −log σ( β mean log π(w) − β mean log π(l) − γ )
 
     Paper: SimPO: Simple Preference Optimization with a Reference-Free Reward, arXiv 2405.14734.
-    Settings: beta 2 to 2.5 (10 for newer models), gamma about half of it, lr 3e-7 to 1e-6.
-    Sure of: the formula (paper text and official code)."""
+    Settings: beta 2 to 2.5 (10 for newer models), gamma about half of it, lr 3e-7 to 1e-6."""
     return of_pairs(LogisticLoss(beta, gamma), pairs, LogRatioScore(mean=True, reference=False))
 
 
@@ -204,8 +201,7 @@ def inpo(eta: float = 0.0075, tau: float = 0.0025, pairs: Literal["told", "forme
 
     Paper: Iterative Nash Policy Optimization, arXiv 2407.00617.
     Settings: tau a third of eta, eta 0.0075 (recalled), 8 samples a task, best against worst, 3 rounds.
-    Deviation: a round is a batch; labelled pairs need the log-probabilities of their sampler.
-    Sure of: the formula (recalled, its fixed point and both limits checked), the constants (recalled)."""
+    Deviation: a round is a batch; labelled pairs need the log-probabilities of their sampler."""
     return of_pairs(SquaredMarginLoss(eta), pairs, MixedReferenceScore(eta, tau))
 
 
@@ -243,8 +239,7 @@ def spo_minimax(clip: float = 0.2) -> Recipe:
     Paper: A Minimaximalist Approach to Reinforcement Learning from Human Feedback, arXiv 2401.04056.
     Settings: any RL update of this reward; here clip 0.2.
     Deviation: the others are those of the group, not of a queue. Where no facts `beats_0`, `beats_1` ... record the
-    probabilities, the larger return wins.
-    Sure of: the reward (recalled)."""
+    probabilities, the larger return wins."""
     return Recipe(advantage=Standardise(WinRate()), gate=Clip(clip, clip))
 
 
@@ -311,8 +306,7 @@ def srpo(beta: float = 0.1, alpha: float = 0.5) -> Recipe:
     Paper: Self-Improving Robust Preference Optimization, arXiv 2406.01660.
     Settings: up to five revisions when used; beta 0.1 and alpha 0.5 are ours.
     Deviation: data holds groups of six: chosen and rejected (fact chosen 1, 0), each as an answer, as a revision of the
-    rejected and as a revision of the chosen (fact revises 0, 1, 2); the prompt of a revision shows what is revised.
-    Sure of: the optimum's identities (checked), where the constants stand in the loss (reconstructed)."""
+    rejected and as a revision of the chosen (fact revises 0, 1, 2); the prompt of a revision shows what is revised."""
     return penalised(RevisionLoss(beta, alpha), RevisionGroups())
 
 
@@ -349,8 +343,7 @@ def mapl(beta: float = 0.1, intra: float = 1.0, inter: float = 1.0) -> Recipe:
     Paper: MAPL: Multi-Level Aware Preference Learning, 2025.
     Settings: beta 0.1; both weights 1 (ours).
     Deviation: an answer y under x⁺ and x⁻ is a pair of its own (chosen 1: its own prompt, 0: the changed one) with the
-    fact within 1; fact family groups the pairs of one origin, fact gap is the quality gap of a pair.
-    Sure of: the idea (abstract), its form (reconstructed)."""
+    fact within 1; fact family groups the pairs of one origin, fact gap is the quality gap of a pair."""
     across, within = LabelledPairs(without="within"), LabelledPairs(having="within")
     base = penalised(PreferenceLoss(LogisticLoss(beta), pairs=across), across)
     prompts = WeightedPenalty(intra, PreferenceLoss(LogisticLoss(beta), pairs=within), Mean(GROUP), rows=within)
@@ -390,8 +383,7 @@ def dpa(heads: tuple[str, ...] = ("helpfulness", "verbosity"), answers: Literal[
     Settings: v = (cos φ, sin φ), |φ| at most 45°, stated in the prompt as whole hundredths.
     Deviation: one round over the answers of a file, each prompt in four directions; r are their ratings instead of a
     reward model's. answers=formed: the policy's own, for an environment that samples v, states it and records it as
-    facts `toward_NAME`.
-    Sure of: the rule (paper text), how many samples and rounds (recalled)."""
+    facts `toward_NAME`."""
     best = BestOfGroup(ANSWERS[answers], DirectionalReward(heads))
     return penalised(NegativeLogLikelihood(), best, Mean(TOKEN))
 
@@ -417,8 +409,7 @@ def exo(beta: float = 0.1, eps: float = 1e-3, pairs: Literal["told", "formed"] =
 
     Paper: Towards Efficient Exact Optimization of Language Model Alignment, arXiv 2402.00856.
     Settings: eps 1e-3, beta 0.1.
-    Deviation: two answers a prompt (its pairwise form).
-    Sure of: the formula (released code of a public trainer)."""
+    Deviation: two answers a prompt (its pairwise form)."""
     return of_pairs(ReverseKLLoss(beta, eps), pairs)
 
 
@@ -439,8 +430,7 @@ def nca(beta: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Recipe:
 
     Paper: Noise Contrastive Alignment of Language Models with Explicit Rewards, arXiv 2402.05369.
     Settings: beta 0.01 in the paper, 0.1 here as for the others.
-    Deviation: two answers a prompt (its pairwise form).
-    Sure of: the formula (released code of a public trainer)."""
+    Deviation: two answers a prompt (its pairwise form)."""
     return of_pairs(NoiseContrastiveLoss(beta), pairs)
 
 
@@ -465,8 +455,7 @@ def apo(
     zero: ℓ = 1 − σ(βs_w) + σ(βs_l), for data better than the model;  down: ℓ = σ(βs_w) + 1 − σ(βd), for worse data
 
     Paper: Anchored Preference Optimization and Contrastive Revisions, arXiv 2408.06266.
-    Settings: beta 0.1.
-    Sure of: the formulas (paper text, released code of a public trainer)."""
+    Settings: beta 0.1."""
     return of_pairs(AnchoredLoss(beta, anchor), pairs)
 
 
@@ -488,8 +477,7 @@ def discopop(beta: float = 0.05, tau: float = 0.05, pairs: Literal["told", "form
     x = βd, m = σ(x/τ);  ℓ = (1 − m)(−log σ(x)) + m exp(−x)
 
     Paper: Discovering Preference Optimization Algorithms with and for Large Language Models, arXiv 2406.08414.
-    Settings: tau 0.05, beta 0.05. Just above d = 0 the loss rises with d: there it lowers the margin.
-    Sure of: the formula (paper text, released code of a public trainer)."""
+    Settings: tau 0.05, beta 0.05. Just above d = 0 the loss rises with d: there it lowers the margin."""
     return of_pairs(BlendedLoss(beta, tau), pairs)
 
 
@@ -531,8 +519,7 @@ def aot(
 
     Paper: Distributional Preference Alignment of LLMs via Optimal Transport, arXiv 2406.05882.
     Settings: beta 0.1.
-    Deviation: sorts over the whole optimiser step, not over a device's micro-batch.
-    Sure of: the formula (released code of a public trainer)."""
+    Deviation: sorts over the whole optimiser step, not over a device's micro-batch."""
     loss = LabelSmoothed(LogisticLoss(beta), smoothing)
     return penalised(SortedPreferenceLoss(loss, paired, PAIRS[pairs]), PAIRS[pairs])
 
@@ -586,8 +573,7 @@ def kto(
     Paper: KTO: Model Alignment as Prospect Theoretic Optimization, arXiv 2402.01306.
     Settings: beta 0.1, weights 1 (keep λ_D n_D / λ_U n_U within 1 to 4/3).
     Deviation: z is estimated from the labelled answers themselves, not from answers paired with other prompts. Answers come as
-    pairs, or one by one with a label (rows of prompt, completion and label).
-    Sure of: the utility (paper text), the estimate of z (ours)."""
+    pairs, or one by one with a label (rows of prompt, completion and label)."""
     cost = ProspectLoss(beta, desirable, undesirable, LABELLED[pairs])
     return penalised(cost, LABELLED[pairs], Mean(TRAJECTORY))
 
@@ -607,8 +593,7 @@ def orpo(weight: float = 0.1, pairs: Literal["told", "formed"] = "told") -> Reci
 
     Paper: ORPO: Monolithic Preference Optimization without Reference Model, arXiv 2403.07691.
     Settings: weight 0.1, lr 8e-6.
-    Deviation: the supervised term covers the answer, not the prompt.
-    Sure of: the formula (paper text)."""
+    Deviation: the supervised term covers the answer, not the prompt."""
     return imitating_chosen(LogisticLoss(1.0), pairs, LogOddsScore(), weight)
 
 
@@ -618,6 +603,5 @@ def cpo(beta: float = 0.1, imitation: float = 1.0, pairs: Literal["told", "forme
     L = mean −log σ(β(log π(w) − log π(l))) + α · token mean of −log π(w)
 
     Paper: Contrastive Preference Optimization, arXiv 2401.08417.
-    Settings: beta 0.1, imitation 1.
-    Sure of: the formula (paper text)."""
+    Settings: beta 0.1, imitation 1."""
     return imitating_chosen(LogisticLoss(beta), pairs, LogRatioScore(reference=False), imitation=imitation)

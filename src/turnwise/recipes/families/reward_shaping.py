@@ -97,8 +97,7 @@ def spo_single(
     Settings: half 0.06, low 0.875, high 0.96, 8 tries of a task before its first visit, clip 0.2/0.28, 768 tasks a step.
     Deviation: D is not the drift on the task's last response but the sum of the drifts, each measured on its step's
     batch, of the steps since (no less, by the triangle inequality); without the facts ``tries`` and ``solved`` a task
-    starts at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024.
-    Sure of: the formula (official recipe)."""
+    starts at ½; the sampler keeps its own counts and decays them at a fixed rate; 64 tasks a step from a pool of 1024."""
     keep = RetentionByDrift(DriftSinceVisit(), half, low, high)
     return Recipe(
         advantage=Standardise(Solved() - SuccessTracker(keep=keep, strength=strength), BATCH, eps=1e-8),
@@ -157,8 +156,7 @@ def spear(
     (2, 60), clip 0.2/0.28, no std, no KL.
     Deviation: replayed trajectories are sampled each step, not all at once when the buffer is full; unparsable or
     repetitive outputs and tasks with little spread are not filtered out. `spear_replay` clamps the replayed advantage
-    at 0 instead.
-    Sure of: the formula (official code)."""
+    at 0 instead."""
     past, fresh = NonNegativeReplay(oldest, size), Not(FromOrigin("replay"))
     value, median = Outcome() + ToolCallBonus(horizon=horizon), PastMedian(Outcome(), fresh)
     recalibrated = RecalibratedReturn(Outcome(), median, PastMedian(Outcome(), fresh, statistic="std"), scale)
@@ -247,18 +245,19 @@ def verl_rank(
     kappa: float = 2.0,
     everywhere: bool = False,
     clip: float = 0.2,
+    kl: float = 1e-3,
 ) -> Recipe:
     """VERL (effective rank): a capped advantage bonus from the effective rank of hidden states and its dynamics.
 
     A + min(max(Φ, 0), |A|/κ),  Φ = Σ w tanh(rel),  w = β explore + (1 − β) exploit,  β = σ(sharpness · rel of the acceleration)
 
     Paper: Beyond the Exploration-Exploitation Trade-off: A Hidden State Approach for LLM Reasoning in RLVR, arXiv 2509.23808.
-    Settings: follow 0.3, sharpness 2, kappa 2, weights of (acceleration, speed, rank) as given, prefixes every 40 tokens.
-    Deviation: as in its code only the last token gets the bonus; everywhere is the paper's.
-    Sure of: the formula (official code)."""
+    Settings: follow 0.3, sharpness 2, kappa 2, weights of (acceleration, speed, rank) as given, prefixes every 40 tokens, token
+    mean, KL 1e-3.
+    Deviation: as in its code only the last token gets the bonus; everywhere is the paper's. No entropy bonus (0.001 there)."""
     potential = EffectiveRankPotential(follow, sharpness, explore, exploit)
     credit = CappedBonus(Standardise(), potential, kappa, everywhere)
-    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
 
 
 class FlowOutlierScore(Term):
@@ -286,8 +285,7 @@ def rlfr(threshold: float = 0.6, top: int = 15, coef: float = 0.01, clip: float 
     Settings: threshold 0.6, top 15, coef 0.01, layers at 25, 50 and 75 % of the depth, noise level 0.8, dual clip 3
     (ratio at most 3 where A < 0), mean over the tokens of each trajectory, no KL.
     Deviation: the last hidden state instead of three layers; the flow learns from successes of the run, without
-    pre-training on expert traces.
-    Sure of: formula, average and constants (official code)."""
+    pre-training on expert traces."""
     credit = Standardise() - coef * SumToGo(FlowOutlierScore(threshold, top))
     return Recipe(advantage=credit, gate=Clip(clip, clip, dual))
 
@@ -345,8 +343,7 @@ def gcpo(
 
     Paper: GeometryZero: Improving Geometry Solving with Group Contrastive Policy Optimization, arXiv 2506.07160.
     Settings: threshold, length and longest are guesses.
-    Deviation: one group is split by whether the action was taken (fact ``action``, else any tool call); ``format`` is a fact.
-    Sure of: the structure (summaries), not the constants."""
+    Deviation: one group is split by whether the action was taken (fact ``action``, else any tool call); ``format`` is a fact."""
     shaped = (
         Outcome()
         + GroupContrast(UsedAction(), threshold)
@@ -419,8 +416,7 @@ def promed(
     Settings: alpha 2, beta 1, gamma 3, format 1, softmax temperature (softness) 2, groups of 4, clip 0.1, KL 0.04.
     Deviation: environment or data record the Shapley values (facts ``worth k``; examples/shapley_of_facts.py estimates them
     with a model) and the pieces in an answer (turn fact ``uncovered``, one bit each); as in its code a piece counts every time,
-    with fresh only the first time.
-    Sure of: the formula (official code)."""
+    with fresh only the first time."""
     reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)
     credit = Standardise(SpreadTo(TOKEN, reward), SameTokenIndex(places), scale=False)
     return replace(grpo(clip, kl), advantage=credit)
@@ -446,10 +442,9 @@ def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float
     R = ±1 by the verdict, less ``penalty`` for a right answer in which an error was found;  A = (R − mean)/(std + ε)
 
     Paper: Flawed-Aware Policy Optimization, arXiv 2510.22543.
-    Settings: penalty 1, clip 0.2/0.28, dual 10, G 16; the reward model has 4 B parameters and learns to name the first wrong step
+    Settings: penalty 1, clip 0.2/0.28, dual 10, G 8; the reward model has 4 B parameters and learns to name the first wrong step
     (turnwise.environments.first_error, then --judge first_error:FOLDER; examples/flaw_finder.py does both).
-    Deviation: without a judge the fact ``error`` is the environment's own.
-    Sure of: the formula (official code)."""
+    Deviation: without a judge the fact ``error`` is the environment's own."""
     credit = Standardise(FlawPenalisedOutcome(penalty))
     return Recipe(advantage=credit, gate=Clip(low, high, dual), aggregate=Mean(TOKEN))
 
@@ -501,8 +496,7 @@ def otc(alpha: float = 1.0, slack: float = 4.0, alone: bool = False, clip: float
     Paper: Acting Less is Reasoning More! Teaching Model to Act Efficiently, arXiv 2504.14870.
     Settings: alpha 1; slack about the largest number of calls (a guess); repeated passes over a pool of 128 tasks (ours):
     the fewest calls are remembered across visits.
-    Deviation: alone is the factor of its PPO form, here on the group's advantage.
-    Sure of: the formula (third-party notes)."""
+    Deviation: alone is the factor of its PPO form, here on the group's advantage."""
     credit = Standardise(ToolEfficiencyReward(alpha, slack, alone))
     return Recipe(advantage=credit, gate=Clip(clip, clip), sampler=CyclePool(pool))
 
@@ -537,8 +531,7 @@ def a2fm(
     Paper: A2FM: An Adaptive Agent Foundation Model for Tool-Aware Hybrid Reasoning, arXiv 2510.12838.
     Settings: alpha 2; 3 forced rollouts of each of 3 modes and 3 free ones. easy 0.5 is ours, and so are 2 forced rollouts of
     2 modes in groups of 8.
-    Deviation: a mode is how a first turn begins, not a tag; correct means a positive reward; no judge and no format reward.
-    Sure of: the reward (notes on the paper), the threshold (unknown)."""
+    Deviation: a mode is how a first turn begins, not a tag; correct means a positive reward; no judge and no format reward."""
     credit = Standardise(CheapestModePays(alpha, easy))
     return Recipe(advantage=credit, gate=Clip(clip, clip), strategy=ForcedModes(openings, forced))
 
@@ -569,6 +562,5 @@ def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: flo
     Paper: Information-Consistent Language Model Recommendations through GRPO, arXiv 2512.12858.
     Settings: the weights are guesses.
     Deviation: the episodes of a group must be paraphrases of one request: the environment writes them; its reward is
-    not read.
-    Sure of: the idea (abstract); the formula is a reconstruction."""
+    not read."""
     return Recipe(advantage=Standardise(TokenEntropyReward(helpful, stable)), gate=Clip(clip, clip))
