@@ -177,7 +177,7 @@ def test_dvao() -> None:
 
 
 def test_risk_po() -> None:
-    mixed = [cg.mixed_risk(s, 1, 4, 0.2, 0.8, 1.5, False) for s in (0, 2, 4, 5)]
+    mixed = [cg.mixed_risk(s, 1, 4, 0.2, 0.8, 1.5, False, 0.0) for s in (0, 2, 4, 5)]
     close(mixed, [-3.0, 0.66667, 2.0, 2.0])
     tracker = [0.0] * 19
     tracker[3], tracker[15] = 1.0, 4.0
@@ -188,7 +188,7 @@ def test_risk_po() -> None:
     # Card: "S inside [q_a,q_b] has slope 1/(b-a)" (the RVaR alone); "above q_b slope 0; below q_a slope omega/a/(omega+1)"
     def slope(s: float, omega: float) -> float:
         return (
-            cg.mixed_risk(s + 1e-3, 1, 4, 0.2, 0.8, omega, False) - cg.mixed_risk(s, 1, 4, 0.2, 0.8, omega, False)
+            cg.mixed_risk(s + 1e-3, 1, 4, 0.2, 0.8, omega, False, 0.0) - cg.mixed_risk(s, 1, 4, 0.2, 0.8, omega, False, 0.0)
         ) / 1e-3
 
     close([slope(2, 0.0), slope(5, 1.5), slope(0, 1.5)], [1 / 0.6, 0.0, 1.5 / 0.2 / 2.5], 1e-6)

@@ -416,7 +416,7 @@ MATH_CHEATS = [
     ("\\boxed{x \\le 7}", "x < 7"), ("\\boxed{\\le 7}", "7"), ("\\boxed{\\approx 7}", "7"), ("\\boxed{7?}", "7"), ("7 + c", "7"),
     ("\\boxed{7 \\to 8}", "7"), ("\\boxed{7 \\mid 8}", "7"), ("\\boxed{\\neg 7}", "7"), ("\\boxed{7-}", "7"),
     ("\\boxed{7'}", "7"), ("\\boxed{7 \\cdot}", "7"), ("7 \\text{ cm}^2", "7 \\text{ cm}^3"), ("7 am", "7 pm"), ("GOD", "DOG"),
-    ("0.0000002", "0.0000001"),
+    ("0.0000002", "0.0000001"), ("\\boxed{48 + 14}", "62"), ("48\n+\n14\nreply\nboxed\nN", "62"), ("6 \\times 7", "42"),
     ("3.14159266", "3.14159265"),
 ]  # fmt: skip
 
@@ -434,7 +434,8 @@ def test_maths_that_is_not_equal_is_not_paid(answer, reference):
     [
         ("\\boxed{x = 7}", "7"), ("\\boxed{3 + 4 = 7}", "7"), ("\\boxed{x = \\frac{14}{2} = 7}", "7"), ("7 meters", "7 m"),
         ("\\boxed{7 \\text{ cm}}", "7"), ("\\boxed{|-7|}", "7"), ("\\boxed{7}", "x = 7"), ("\\boxed{x_1 = 7}", "7"),
-        ("\\boxed{5 < x}", "x > 5"), ("[5, \\infty)", "x \\ge 5"), ("1,000", "1000.0"),
+        ("\\boxed{5 < x}", "x > 5"), ("[5, \\infty)", "x \\ge 5"), ("1,000", "1000.0"), ("1.2 \\times 10^3", "1200"),
+        ("\\boxed{-7}", "-7"), ("1/2", "0.5"), ("\\boxed{\\frac{1}{2}}", "0.5"), ("The answer is 7", "7"),
         ("\\boxed{\\text{DOG}}", "DOG"), ("x + 1", "1 + x"),
     ],
 )  # fmt: skip

@@ -253,6 +253,8 @@ UNITS = {  # words of one unit; the library drops them all
 }  # fmt: skip
 LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 SUMMAND = re.compile(r"[-+*/^(]\s*([A-Za-z])(?![A-Za-z])")  # a letter that takes part in a calculation
+# a question is no answer to itself: 48 + 14 is equal to 62. Scientific notation is a number
+CALCULATION = re.compile(r"[0-9)}]\s*(?:[-+*×·]|\\(?:times|cdot|div)\b(?!\s*10\s*\^))\s*[0-9({\\]")
 WORD = re.compile(r"(?:\\text\s*\{)?\s*([A-Z]{2,})\s*\}?")  # which the library reads as a product of letters
 
 
@@ -266,6 +268,8 @@ def _same_maths(reference: str, answer: str) -> bool:
     plain = [THOUSANDS.sub("", text.strip()) for text in (reference, answer)]
     if all(NUMBER.fullmatch(text) for text in plain):  # the library rounds
         return Decimal(plain[0]) == Decimal(plain[1])
+    if NUMBER.fullmatch(plain[0]) and CALCULATION.search(" ".join(answer.split("=")[-1].split())):
+        return False
     units = {_unit(text) for text in (reference, answer)} - {None}
     sides, wanted = answer.split("="), reference.split("=")
     if len(units) > 1 or (len(wanted) > 1 and len(sides) == 1 and len(LETTER.findall(wanted[0])) > 1):

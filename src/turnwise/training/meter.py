@@ -48,6 +48,7 @@ class SlotMeter:
     recipe: Recipe
     objective: Objective
     sums: dict[str, Any] = field(default_factory=dict)  # of the present optimiser step
+    pulls: list[tuple[Tensor, ...]] = field(default_factory=list)  # of penalties on its tokens, by micro-batch
 
     def __post_init__(self) -> None:
         self.slots, self.base = changed_slots(self.recipe), base_recipe()
@@ -84,7 +85,7 @@ class SlotMeter:
         """The averaging weights of a planned step."""
         weight = planned[Column.WEIGHT].at(TOKEN).x
         trained = (weight != 0).double()
-        self.sums = {}
+        self.sums, self.pulls = {}, []
         if "aggregate" in self.slots:
             even = self.base.aggregate(Field(planned.tree, TOKEN, trained)).at(TOKEN).x
             weights = weight / weight.abs().sum().clamp(min=1e-30)
@@ -136,9 +137,9 @@ class SlotMeter:
             return _gradient(gain, view.logp.x)
 
     def _penalties(self, batch: Batch, policy: Mapping[Signal, Field], gain_slope: Tensor, share: Tensor) -> None:
-        """Tokens on which a penalty that the base method does not have pulls noticeably, and its part of the gradient."""
-        total, pulled = gain_slope.abs().sum().double(), torch.zeros_like(share, dtype=torch.bool)
-        self._add("_slope", total)
+        """How penalties that the base method does not have pull on tokens. What is noticeable is known when the step is over."""
+        self._add("_slope", gain_slope.abs())
+        pull, elsewhere = torch.zeros_like(share), torch.zeros_like(share, dtype=torch.bool)
         for i, weighted in enumerate(self.objective.penalties):
             if weighted in self.base.penalties:
                 continue
@@ -151,14 +152,20 @@ class SlotMeter:
                     cost = size * self.objective._cost(view, i, weighted.penalty)
                     live = {s: f.x for s, f in view.policy.items() if f.x.requires_grad and f.level == TOKEN}
                     slopes = {s: _gradient(cost, x) for s, x in live.items()}
-            noise = NOTICED * float(total) / max(1, share.numel())
             for signal, slope in slopes.items():
-                pulled |= slope.abs() > (noise if signal == Signal.LOGP else 0.0)
+                if signal == Signal.LOGP:
+                    pull = torch.maximum(pull, slope.abs().to(pull))
+                else:
+                    elsewhere |= slope != 0
                 self._add("_penalty", slope.abs())
-        self._add("penalties", share * pulled)
+        self.pulls.append((share, pull, elsewhere))
 
     def update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """``acted/SLOT`` of the optimiser step that has these metrics."""
+        if self.pulls:
+            share, pulls, elsewhere = (torch.cat(parts) for parts in zip(*self.pulls))
+            noticeable = NOTICED * self.sums["_slope"] / max(1, share.numel())
+            self._add("penalties", share * ((pulls > noticeable) | elsewhere))
         names = list(self.sums)
         values = torch.stack([torch.as_tensor(self.sums[n]).double().cpu() for n in names]).tolist() if names else []
         acted = dict(zip(names, values))
@@ -172,7 +179,7 @@ class SlotMeter:
             acted["gradient"] = float(any(abs(x - 1.0) > DIFFERENT for x in factors))
         if "smoothing" in self.slots:
             acted["smoothing"] = float(metrics.get("noise/relative", 0.0) > NOTICED)
-        self.sums = {}
+        self.sums, self.pulls = {}, []
         return {ACTED + name: value for name, value in acted.items()}
 
     def steps(self, updates: int) -> dict[str, float]:
