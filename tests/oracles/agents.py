@@ -665,7 +665,7 @@ def aepo(batch: Batch, clip: float = 0.2, alpha: float = 1.0, margin: float = 0.
             else:
                 per_trajectory.append(next(own))
                 tempered.append(False)
-    n = rows(batch)
+    count = sum(len(sampled(trajectory)) for trajectory in trajectories(batch))
     loss = constant(0.0)
     for trajectory, advantage, hot in zip(trajectories(batch), per_trajectory, tempered):
         for token in sampled(trajectory):
@@ -674,6 +674,6 @@ def aepo(batch: Batch, clip: float = 0.2, alpha: float = 1.0, margin: float = 0.
                 policy = -advantage * token.logp
             else:
                 policy = ppo_clip(torch.exp(log_ratio(token)), advantage, clip, clip)
-            # Card (GRPO): "AGG seq-mean-token-mean"
-            loss = loss + policy / len(sampled(trajectory)) / n
+            # released code: masked_mean over all response tokens
+            loss = loss + policy / count
     return Result(spread(batch, per_trajectory), loss, {"tempered": tempered})

@@ -174,11 +174,9 @@ def red_drop(batch: Batch) -> Result:
     for group in batch:
         rewards = [total(trajectory) for trajectory in group]
         centre = mean(rewards)
-        negatives = [i for i in range(len(group)) if rewards[i] < centre]
-        positives = [i for i in range(len(group)) if rewards[i] > centre]
-        if min(rewards) == max(rewards):  # a mean off by a rounding error makes no negatives
-            negatives = []
-            positives = []
+        # released code: is_pos = reward >= group mean; the others are negatives (a mean off by a rounding error makes none)
+        positives = [i for i in range(len(group)) if rewards[i] >= centre - 1e-9]
+        negatives = [i for i in range(len(group)) if i not in positives]
         # Card: "if a group has more negatives than positives, drop random negatives until balanced". House rule:
         # "at random" is in ascending order of the lot.
         surplus = max(0, len(negatives) - len(positives))

@@ -111,14 +111,16 @@ def dart(
     return Result(advantages, loss)
 
 
-def swarm(batch: Batch, clip: float = 0.2) -> Result:
+def swarm(batch: Batch, clip: float = 0.2, high: float = 0.28) -> Result:
     """Card: "computes log-probs under its own policy as if it had generated them (ratio starts at 1); GRPO update, no KL"."""
     credit = zscore(batch)
     table = []
     for one, advantage in zip(trajectories(batch), credit):
         ratio = proximal_log_ratio if one.facts.get("origin") == "replay" else log_ratio
-        table.append((one, [(t, clipped(torch.exp(ratio(t)), advantage, clip, clip)) for t in sampled(one)]))
-    return Result(spread(batch, credit), averaged(table))
+        table.append((one, [(t, clipped(torch.exp(ratio(t)), advantage, clip, high)) for t in sampled(one)]))
+    # released code: (loss · mask).sum() / mask.sum()
+    costs = [cost for _, row in table for _, cost in row]
+    return Result(spread(batch, credit), sum(costs, constant(0.0)) / len(costs))
 
 
 def oapl(batch: Batch, value: float = 1.0, beta: float = 1e-3) -> Result:

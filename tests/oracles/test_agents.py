@@ -578,17 +578,17 @@ def test_safe_reductions(seed):
 def test_aepo_reductions(seed):
     batch = random_batch(seed)
     lots = [row.lot for row in trajectories(batch)]
-    # "alpha=0" -> the gain of the ordinary rows alone, still over all rows
+    # "alpha=0" -> the gain of the ordinary rows alone, still over all tokens
     cold = [[row for row in group if row.lot >= 0.25] for group in batch]
-    count, fewer = (sum(1 for row in trajectories(some) if sampled(row)) for some in (batch, cold))
-    ours, theirs = aepo(batch, alpha=0.0), grpo(cold, beta=0.0)
+    count, fewer = (len(list(tokens(some))) for some in (batch, cold))
+    ours, theirs = aepo(batch, alpha=0.0), dapo(cold, high=0.2)
     assert ours.loss.item() * count == near(theirs[1].item() * fewer)
     found = [one * fewer / count for one in gradients(cold, theirs[1])]
     assert gradients(cold, ours.loss) == near(found)
-    # "no replaced rows -> GRPO"
+    # "no replaced rows -> GRPO", by tokens
     for row in trajectories(batch):
         row.lot = 0.25
-    ours, theirs = aepo(batch), grpo(batch, beta=0.0)
+    ours, theirs = aepo(batch), dapo(batch, high=0.2)
     assert not any(ours.extra["tempered"])
     assert ours.advantage == near(theirs[0]) and ours.loss.item() == near(theirs[1].item())
     same(batch, ours.loss, theirs[1])
@@ -597,8 +597,7 @@ def test_aepo_reductions(seed):
         row.lot = 0.0
     ours = aepo(batch, alpha=2.0)
     assert ours.advantage == near([2.0 if one > 0.05 else 0.0 for one in theirs[0]])
-    lengths = per_token(batch, [len(sampled(row)) for row in trajectories(batch)])
-    assert gradients(batch, ours.loss) == near([-a / n / count for a, n in zip(ours.advantage, lengths)])
+    assert gradients(batch, ours.loss) == near([-a / count for a in ours.advantage])
     assert any(lot < 0.25 for lot in lots)
 
 

@@ -130,7 +130,7 @@ DRAWN: dict[str, Strategies] = {
         "steep": between(0.5, 8.0), "tail": st.integers(1, 6), "beta": WEIGHT,
     },
     "d3s": {"rows": SHARE, "tokens": SHARE, "by_group": st.booleans(), "clip": CLIP},
-    "swarm": {"clip": CLIP},
+    "swarm": {"clip": CLIP, "high": CLIP},
     "oapl": {"value": between(0.2, 3.0), "beta": between(1e-3, 1.0)},
     "digirl": {
         "gamma": between(0.1, 1.0), "cost": between(0.0, 0.3), "share": SHARE, "value_weight": between(0.1, 2.0),

@@ -242,8 +242,10 @@ def clip(recipe: Recipe) -> ClipBounds | str | None:
     high, low, dual = (edge(recipe, sign, way) for sign, way in ((1.0, 1), (-1.0, -1), (-1.0, 1)))
     if math.nan in (high, low, dual) or any(x is not None and math.isnan(x) for x in (high, low, dual)):
         return "adaptive"
-    if edge(recipe, 1.0, -1) is not None:
+    if math.inf in (high, low, dual) or edge(recipe, 1.0, -1) is not None:
         return "other"
+    if high is not None and abs((edge(recipe, 1.0, 1, beside=-1.0) or 3.0) - high) > 1e-4:
+        return "adaptive"  # the bound depends on which outcomes the others had
     if high is low is None:
         return "none" if dual is None else "other"
     if high is None or low is None:
@@ -262,34 +264,42 @@ def updates(recipe: Recipe) -> int:
     return len(list(recipe.control.optimizer_steps(batch, 0, measure)))
 
 
-def edge(recipe: Recipe, sign: float, way: int) -> float | None:
-    """The log-ratio at which the gradient ends on one side; None: nowhere; NaN: it depends on the other tokens."""
-    alive = (
-        slope_at(recipe, sign, torch.zeros(401, dtype=torch.float64)) != 0
-    )  # a mask may close tokens whatever their ratio
+def edge(recipe: Recipe, sign: float, way: int, beside: float | None = None) -> float | None:
+    """The log-ratio at which the gradient ends on one side; None: nowhere; NaN: it depends on the other tokens; inf: it begins
+    again farther out. ``beside``: the advantage of as many other episodes."""
+    zeros = torch.zeros(401, dtype=torch.float64)
+    alive = slope_at(recipe, sign, zeros, beside) != 0  # a mask may close tokens whatever their ratio
     if not alive.any():
         raise ValueError("no gradient at any ratio: a mask is closed")
     begin, end = 0.0, way * 3.0  # a ratio of 20: beyond it a soft gate ends by rounding
     for _ in range(3):
         grid = torch.linspace(begin, end, 401, dtype=torch.float64)
-        slope = slope_at(recipe, sign, grid)[alive]
+        slope = slope_at(recipe, sign, grid, beside)[alive]
         grid, dead = grid[alive], (slope == 0).nonzero().flatten().tolist()
         if not dead:
             return None if abs(end) == 3.0 else math.nan
-        first = dead[0]
-        if first == 0 or len(dead) != len(grid) - first:
+        first, last = dead[0], dead[-1]
+        if first == 0 or len(dead) != last - first + 1:
             return math.nan
+        if last < len(grid) - 1:
+            return math.inf
         begin, end = float(grid[first - 1]), float(grid[first])
     return (begin + end) / 2
 
 
-def slope_at(recipe: Recipe, sign: float, log_ratio: Tensor) -> Tensor:
-    """∂ gain / ∂ log π of one-token episodes with these log-ratios."""
+def slope_at(recipe: Recipe, sign: float, log_ratio: Tensor, beside: float | None = None) -> Tensor:
+    """∂ gain / ∂ log π of one-token episodes with these log-ratios, and of none of those with another advantage beside them."""
+    count = len(log_ratio)
+    log_ratio = log_ratio if beside is None else torch.cat([log_ratio, log_ratio])
     batch, leaves = probe_batch(recipe, [[[1]]] * len(log_ratio))
     logp = (batch.behaviour.x.double() + log_ratio).requires_grad_()
     leaves = {**leaves, Signal.LOGP: logp}
     objective = gain_alone(recipe, sign)
-    planned = objective.plan(objective.credit(with_policy(batch, leaves)))
+    credited_batch = objective.credit(with_policy(batch, leaves))
+    if beside is not None:
+        each = torch.tensor([sign] * count + [beside] * count, dtype=torch.float64)
+        credited_batch = credited_batch.put(advantage=Field(batch.tree, TRAJECTORY, each))
+    planned = objective.plan(credited_batch)
     policy = {s: Field(batch.tree, level_of(s), x) for s, x in leaves.items() if s in objective.signals_with_gradient}
     (slope,) = torch.autograd.grad(objective(planned, policy).loss, [logp])
-    return slope
+    return slope[:count]

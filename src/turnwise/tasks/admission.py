@@ -52,14 +52,12 @@ class AfterDraws(Admission):
 
 
 class Balance(Admission):
-    """Admits at most as many trajectories below the group's mean reward as above it; which of the surplus are dropped is
-    decided by a hash of their ids."""
+    """Admits at most as many trajectories below the group's mean reward as there are at or above it; which of the surplus are
+    dropped is decided by a hash of their ids."""
 
     def __call__(self, group: Group) -> Group | str:
-        rewards = [t.reward for t in group.trajectories]
-        if max(rewards) - min(rewards) <= 1e-9:
-            return group
-        mean = sum(rewards) / len(rewards)
-        below = sorted((t for t in group.trajectories if t.reward < mean), key=lambda t: zlib.crc32(t.id.encode()))
-        surplus = {t.id for t in below[: max(0, len(below) - sum(r > mean for r in rewards))]}
+        mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+        below = [t for t in group.trajectories if t.reward < mean - 1e-9]
+        below.sort(key=lambda t: zlib.crc32(t.id.encode()))
+        surplus = {t.id for t in below[: max(0, 2 * len(below) - len(group.trajectories))]}
         return replace(group, trajectories=tuple(t for t in group.trajectories if t.id not in surplus))

@@ -73,8 +73,7 @@ def clip_cov(
 
     Paper: The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617.
     Settings: fraction 2e-4, window (1, 5), the clip opened to 1/1.
-    Deviation: means over the whole step, not the micro-batch.
-    Sure of: the formula (official code)."""
+    Deviation: means over the whole step, not the micro-batch."""
     gate = Clip(clip_low, clip_high).where(CovarianceClip(fraction, low, high, clip_low, clip_high))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -101,8 +100,7 @@ def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> 
 
     Paper: Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective RL for LLM Reasoning, arXiv 2506.01939.
     Settings: share 0.2, clip 0.2/0.28, groups without spread re-sampled, no KL.
-    Deviation: without the soft overlong penalty of its runs.
-    Sure of: the rule (paper text), the average (released code of a public trainer)."""
+    Deviation: without the soft overlong penalty of its runs."""
     gate = Clip(low, high).where(HighestEntropy(share))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), admission=Spread())
 
@@ -174,8 +172,7 @@ def steer(
 
     Paper: Rethinking Entropy Interventions in RLVR: An Entropy Change Perspective, arXiv 2510.10150.
     Settings: 0.8 to 1.2 (linear) or 0.8 to 1 (exponential), clip 0.2/0.28, dual 10.
-    Deviation: extremes over the whole step, not the micro-batch.
-    Sure of: the formula (official code)."""
+    Deviation: extremes over the whole step, not the micro-batch."""
     gate = Clip(low, high, dual) * DampEntropyChange(least, most, form)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -269,8 +266,7 @@ def hapo(
     Paper: From Uniform to Heterogeneous: Tailoring Policy Optimization to Every Token's Nature, arXiv 2509.16591.
     Settings: quantile 0.8, alpha and beta 1, clip 0.2, dual 10.
     Deviation: the paper's intent for low-entropy tokens, not its code (where that branch never fires); entropies before the
-    first update; the adaptive sampling temperature is left out.
-    Sure of: the formula (official code and its page, which conflict)."""
+    first update; the adaptive sampling temperature is left out."""
     entropy = NormalisedEntropy(quantile)
     tokens = Standardise(SpreadTo(TOKEN, Outcome()), correction=0)
     return Recipe(
@@ -303,14 +299,18 @@ def aepo(
 ) -> Recipe:
     """AEPO (arbitrary entropy): holds the entropy by imitating successes that are sampled at another temperature.
 
-    ∇J = ∇J_GRPO + α E_{y ~ π^T}[ 1[y beats its group] ∇ log π(y) ],  T hot where H ≤ target, else cold
+    ∇J = ∇J_GRPO + α E_{y ~ π^T}[ 1[y beats its group] ∇ log π(y) ], token mean;  T hot where H ≤ target, else cold
 
     Paper: Arbitrary Entropy Policy Optimization: Entropy Is Controllable in Reinforcement Fine-tuning, arXiv 2510.08141.
     Settings: hot 1.2, cold 0.8, target 0.5 (0.75 best in its sweep), no KL.
-    Deviation: the tempered samples are part of each group instead of overwriting the first rows of the batch.
-    Sure of: the mechanics (official code), the objective (paper text), alpha (unspecified)."""
+    Deviation: the tempered samples are part of each group instead of overwriting the first rows of the batch."""
     gate = GateBySelector(Unguided(), Clip(clip, clip), others=ScoreFunction())
-    return Recipe(advantage=GuidedAdvantage(alpha), gate=gate, strategy=EntropyControl(target, hot, cold, share))
+    return Recipe(
+        advantage=GuidedAdvantage(alpha),
+        gate=gate,
+        aggregate=Mean(TOKEN),
+        strategy=EntropyControl(target, hot, cold, share),
+    )
 
 
 class NegativeEntropy(Penalty):
@@ -427,8 +427,7 @@ def dgpo(kappa: float = 1.0, tau: float = 0.5, clip: float = 0.2) -> Recipe:
     Aₜ = A · |y| softmaxₜ(d (H/log|V|)^κ / τ),  d = 1 − Σ√(π π_ref)
 
     Paper: DGPO: Distribution Guided Policy Optimization for fine-grained credit assignment, arXiv 2605.03327.
-    Settings: kappa 1, tau 0.5, clip 0.2, no KL.
-    Sure of: the formula (third-party rendering of the paper)."""
+    Settings: kappa 1, tau 0.5, clip 0.2, no KL."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip) * ReferenceDivergence(kappa, tau))
 
 

