@@ -124,6 +124,8 @@ def test_what_was_learnt_survives_a_restart():
         live.observe(guided(group_of(easy, [1, 1])))
         live.observe(guided(group_of(hard, [0, 0])))
     assert live.left == {easy.key: 4, hard.key: 1}
+    live.observe(guided(group_of(easy, [1, 0, 0, 0])))  # a quarter is neither enough nor nothing
+    assert live.left[easy.key] == 4
     again = BackwardStarts().open(0)
     again.load_state_dict(json.loads(json.dumps(live.state_dict())))
     assert again.left == live.left and again.metrics() == live.metrics()
