@@ -62,6 +62,8 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="a selection, in a few minutes; keeps no rows")
     parser.add_argument("--fresh", action="store_true", help="try again what came out well before, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="kills and bad inputs whose name contains this text")
+    parser.add_argument("--jobs", type=int, default=1, help="kills at a time; each needs a core or two")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="kills that are left then are given up")
     parser.add_argument("--rows", type=Path, default=ROWS, help="folder of the result rows")
     parser.add_argument("--write", type=Path, help="write the page to this file, from all rows")
     arguments = parser.parse_args()
@@ -71,7 +73,10 @@ def main() -> int:
         print(f"[{time.monotonic() - began:6.0f} s] {text}", file=sys.stderr, flush=True)
 
     results = {part: _results(part, arguments) for part in PARTS}
-    chosen = {**PARTS, **{part: functools.partial(PARTS[part], only=arguments.only) for part in ("kills", "inputs")}}
+    chosen = {**PARTS, "inputs": functools.partial(inputs, only=arguments.only)}
+    chosen["kills"] = functools.partial(
+        PARTS["kills"], only=arguments.only, jobs=arguments.jobs, seconds=60 * arguments.minutes
+    )
     try:
         for part in arguments.parts:
             for outcome in chosen[part](arguments.short, results[part], progress):
@@ -84,8 +89,8 @@ def main() -> int:
         print(table(list(results[part].outcomes.values())))
     if arguments.write:
         rows = {part: list(result.outcomes.values()) for part, result in results.items()}
-        commits = {commit for result in results.values() for commit in result.commits}
-        arguments.write.write_text(page(rows, WANTED, commits), encoding="utf-8")
+        tried = {when for result in results.values() for when in result.tried}
+        arguments.write.write_text(page(rows, WANTED, tried), encoding="utf-8")
     return 1 if any(faults(results[part].outcomes.values()) for part in arguments.parts) else 0
 
 

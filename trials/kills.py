@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -17,7 +18,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,8 @@ SHARED_MEMORY = Path("/dev/shm")
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_AUTH_MODE": "disabled"}
 BEFORE = "not met"  # the run was over at that moment, or had no such process: not counted
 RUN = "run"
+Measures = dict[str, list[tuple[float, float]]]  # of each stage the events and seconds of every call
+Whole = tuple[Path, Measures]  # the run of a kind that nobody kills
 
 
 @dataclass(frozen=True)
@@ -139,45 +144,129 @@ def missing() -> dict[str, str]:
 
 
 def trial(
-    kills: int, results: Results, progress: Callable[[str], None], only: str = "", seed: int = SEED
+    kills: int,
+    results: Results,
+    progress: Callable[[str], None],
+    only: str = "",
+    jobs: int = 1,
+    seconds: float = float("inf"),
+    seed: int = SEED,
 ) -> Iterator[Outcome]:
-    """``kills`` of those that ``seed`` draws; those alone whose name contains ``only``."""
+    """``kills`` of those that ``seed`` draws, ``jobs`` of them at a time; those alone whose name contains ``only``. After
+    ``seconds`` the kills that have not come out yet are given up; nothing is said of them."""
     for kind, why in missing().items():
-        progress(f"kills: {kind} is left out: {why}")
-    progress(f"kills: seed {seed}")
-    counted = 0
-    with Bench() as bench:
-        for kill in itertools.islice(draw(seed), 100 * kills):  # all, unless `only` names hardly any
-            if counted >= kills:
-                return
-            if only not in kill.name or (kill.kind in missing() and not results.done("kills", kill.name)):
-                continue
-            if not results.done("kills", kill.name):
-                began = time.monotonic()
-                result, fault = bench.run(kill)
-                seconds, count = time.monotonic() - began, int(result != BEFORE)
-                progress(f"kills: {counted + count} of {kills}; {kill.name}: {result}, {seconds:.1f} s {fault}")
-                yield Outcome("kills", kill.name, result, fault, seconds, count, kill.kind)
-            counted += results.outcomes["kills", kill.name].count
+        progress(f"kills: {kind} is not run: {why}")
+    progress(f"kills: seed {seed}, {jobs} at a time")
+    every = itertools.islice(draw(seed), 100 * kills)  # all, unless `only` names hardly any
+    drawn = (kill for kill in every if only in kill.name)
+    counted, left_out, until = 0, 0, time.monotonic() + seconds
+    with Benches(jobs) as benches:
+        while counted < kills:
+            while benches.free and counted + len(benches.running) < kills and (kill := next(drawn, None)):
+                if results.done("kills", kill.name):
+                    counted += results.outcomes["kills", kill.name].count
+                elif kill.kind in missing():
+                    left_out += 1
+                else:
+                    benches.start(kill)
+            if not benches.running or time.monotonic() > until:
+                break
+            for kill, (result, fault, took) in benches.ended(until):
+                count = int(result != BEFORE)
+                counted += count
+                progress(f"kills: {counted} of {kills}; {kill.name}: {result}, {took:.1f} s {fault}")
+                yield Outcome("kills", kill.name, result, fault, took, count, kill.kind)
+        if left_out:
+            progress(f"kills: {left_out} of {', '.join(missing())} were drawn and not run")
+        if benches.running and counted < kills:
+            progress(f"kills: the time is over: {len(benches.running)} were begun and given up")
 
 
-class Bench:
-    """A folder for runs, the processes that are there before them, and of each kind of run one that is never killed."""
+class Benches:
+    """Kills in several processes at a time, each on a bench of its own, after the run of their kind that nobody kills."""
 
-    def __enter__(self) -> Bench:
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self.running: list[Kill] = []
+        self._tasks: dict[Future[Any], Kill | str] = {}
+        self._whole: dict[str, Whole] = {}  # of each kind
+        self._waiting: list[Kill] = []  # for that run
+
+    def __enter__(self) -> Benches:
+        resource_tracker.ensure_running()  # is to outlive the processes that kill
+        self._before = set(family(os.getpid()))
+        _adopt_orphans()
         self.folder = Path(tempfile.mkdtemp(prefix="tw-kills-"))
-        self._ends = contextlib.ExitStack()
-        self._ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        # what a killed process leaves becomes a child of this one, so that it is seen
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        os.environ |= RAY
-        FORKS.Process(target=int).start()  # starts the server that forks
-        self.undisturbed = functools.cache(self._undisturbed)
-        self.cluster = functools.cache(self._cluster)
+        # each process begins a group of its own: an interrupt reaches this one alone, which then ends all
+        self._pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"), os.setsid)
         return self
 
     def __exit__(self, *fault: object) -> None:
-        self._ends.close()
+        """What still runs is killed with all its processes, and none of it outlives the folder."""
+        self._pool.shutdown(wait=not self.running, cancel_futures=True)
+        while left := set(family(os.getpid())) - self._before:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+            time.sleep(0.05)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def free(self) -> bool:
+        return len(self._tasks) < self.jobs and len(self._waiting) < 2 * self.jobs
+
+    def start(self, kill: Kill) -> None:
+        self.running.append(kill)
+        if kill.kind in self._whole:
+            self._kill(kill)
+            return
+        self._waiting.append(kill)
+        if kill.kind not in self._tasks.values():
+            self._tasks[self._pool.submit(_undisturbed, self.folder, kill.kind)] = kill.kind
+
+    def _kill(self, kill: Kill) -> None:
+        self._tasks[self._pool.submit(_killed, self.folder, kill, self._whole[kill.kind])] = kill
+
+    def ended(self, until: float) -> Iterator[tuple[Kill, tuple[str, str, float]]]:
+        """The kills that come out next, how each did, and its seconds; none if ``until`` comes first or only whole runs ended."""
+        seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
+        for task in wait(self._tasks, seconds, FIRST_COMPLETED).done:
+            kill = self._tasks.pop(task)
+            if isinstance(kill, Kill):
+                self.running.remove(kill)
+                yield kill, task.result()
+                continue
+            self._whole[kill] = task.result()
+            ready = [one for one in self._waiting if one.kind == kill]
+            self._waiting = [one for one in self._waiting if one.kind != kill]
+            for one in ready:
+                self._kill(one)
+
+
+def _adopt_orphans() -> None:
+    """What a killed process leaves becomes a child of this one, so that it is seen."""
+    ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _undisturbed(folder: Path, kind: str) -> Whole:
+    return bench(folder).undisturbed(kind)
+
+
+def _killed(folder: Path, kill: Kill, whole: Whole) -> tuple[str, str, float]:
+    began = time.monotonic()
+    return *bench(folder).run(kill, *whole), time.monotonic() - began
+
+
+class Bench:
+    """Where one process plays runs: the processes that are there before them, and a folder for each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _adopt_orphans()
+        tempfile.tempdir = str(folder)  # for the server that forks, too: it may be killed and leave what it has there
+        os.environ |= RAY
+        FORKS.Process(target=int).start()  # starts the server that forks
+        self.cluster = functools.cache(self._cluster)
 
     def _cluster(self) -> str:
         """The address of a Ray cluster on this machine, which outlives the commands that use it."""
@@ -189,10 +278,9 @@ class Bench:
             "local", num_cpus=4, num_gpus=0, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
             namespace="turnwise", configure_logging=False,
         )  # fmt: skip
-        self._ends.callback(ray.shutdown)
         return str(ray.get_runtime_context().gcs_address)
 
-    def _undisturbed(self, kind: str) -> tuple[Path, dict[str, list[tuple[float, float]]]]:
+    def undisturbed(self, kind: str) -> Whole:
         """The run of a kind that nobody kills, and of each of its stages the events and seconds of every call."""
         life = KilledRun(self, kind, self.folder / kind.replace(" ", "-"))
         fault = life.to_the_end()
@@ -201,24 +289,27 @@ class Bench:
         assert _differing(load_file(life.run / "model" / "model.safetensors"), initial), f"{kind} learned nothing"
         return life.run, json.loads(life.moments.with_suffix(".json").read_text())
 
-    def run(self, kill: Kill) -> tuple[str, str]:
+    def run(self, kill: Kill, whole: Path, measures: Measures) -> tuple[str, str]:
         """How a killed run came out, and what must not be so."""
-        whole, measures = self.undisturbed(kill.kind)
         calls = measures.get(kill.stage) or [(0, 1.0)]
         events, seconds = calls[min(kill.occurrence, len(calls) - 1)]
         by = "events" if seconds < CLOCK_SECONDS and kill.stage != START else kill.by
         moment = Moment(kill.stage, kill.occurrence, kill.depth * (events if by == "events" else HASTE * seconds), by)
-        life = KilledRun(self, kill.kind, self.folder / "killed", moment, kill.who)
+        life = KilledRun(self, kill.kind, self.folder / f"killed-{os.getpid()}", moment, kill.who)
         fault = life.to_the_end() or difference(life.run, whole, KINDS[kill.kind])
         reached = hit(life.moments)
         if fault:
-            shutil.rmtree(kept := self.folder.with_name(f"{self.folder.name}-fault"), ignore_errors=True)
+            name = "".join(letter if letter.isalnum() else "-" for letter in kill.name)
+            shutil.rmtree(kept := self.folder.with_name(f"tw-fault-{name}"), ignore_errors=True)
             shutil.copytree(life.folder, kept)
             fault += f" (kept in {kept})"
         shutil.rmtree(life.folder, ignore_errors=True)
         if reached is None:
             return (BEFORE if not fault else "failed"), fault
         return (f"failed in {reached[0]}" if fault else f"held in {reached[0]}"), fault
+
+
+bench = functools.cache(Bench)  # one in each process
 
 
 class KilledRun:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from turnwise import __version__
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,23 @@ class Results:
     """Outcomes by part and name; ``path`` keeps one line for each. A later line of the same name replaces an earlier one."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path, self.outcomes, self.commits = path, {}, set[str]()
+        self.path, self.outcomes, self.tried = path, {}, set[str]()
         if path is not None and path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
-                self.commits.add(row.pop("commit"))
+                self.tried.add(row.pop("tried"))
                 self._keep(Outcome(**row))
-        self._commit = _commit()
 
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes[outcome.part, outcome.name] = outcome
 
     def add(self, outcome: Outcome) -> None:
         self._keep(outcome)
-        self.commits.add(self._commit)
+        tried = f"{__version__} on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        self.tried.add(tried)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            row = {**dataclasses.asdict(outcome), "seconds": round(outcome.seconds, 2), "commit": self._commit}
+            row = {**dataclasses.asdict(outcome), "seconds": round(outcome.seconds, 2), "tried": tried}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -54,14 +56,6 @@ class Results:
 
     def count(self, part: str, kind: str) -> int:
         return sum(o.count for o in self.outcomes.values() if (o.part, o.kind) == (part, kind) and not o.fault)
-
-
-def _commit() -> str:
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def faults(outcomes: Iterable[Outcome]) -> list[Outcome]:

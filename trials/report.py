@@ -50,8 +50,8 @@ shared memory or processor time, or one of whose processes is killed or stopped.
 are drawn from a grammar, with seed 33. *Stopped*: a message and an exit status other than 0. *Ran*: exit status 0.
 Either way every group that was trained on is whole; a run with status 0 that gave no group up has the weights of one
 that was not starved, bit for bit. A biased batch, a hang, a traceback and an end without a message are faults. *Not
-met*: the run was over, or had no such process, at the drawn moment; not counted. Rows of the commit bbf430c were tried
-on ARM64 and without the last two kinds of run, all others on the machine named above.""",
+met*: the run was over, or had no such process, at the drawn moment; not counted. The first 17 rows were tried on
+ARM64 and without the last two kinds of run, all others on the machine named above.""",
     "tests": """
 Tests that attack: wrong answers to every built-in reward and `turnwise probe-reward` on them; requests of strangers
 and of a page in a real browser to our servers, rebinding of names among them; code planted in every field of a run
@@ -79,11 +79,11 @@ interrupted continues where it stopped.
 """
 
 
-def page(results: dict[str, Sequence[Outcome]], wanted: dict[str, int], commits: Iterable[str]) -> str:
+def page(results: dict[str, Sequence[Outcome]], wanted: dict[str, int], tried: Iterable[str]) -> str:
     """``wanted``: the least number of attempts of each part."""
     lines = [INTRO, f"Machine: {platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores."]
     lines += [f"Browser: {browser()}."] if "tests" in results else []
-    lines += [f"Commits: {', '.join(sorted(commits))}.", "", *_overview(results, wanted)]
+    lines += [f"Versions: {', '.join(sorted(tried))}.", "", *_overview(results, wanted)]
     for part, outcomes in results.items():
         lines += ["", f"## {TITLES[part]}", TEXTS[part], "", table(outcomes)]
     return "\n".join(lines) + f"\n{UNTRIED}"

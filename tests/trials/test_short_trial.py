@@ -60,7 +60,7 @@ def no_fault(outcomes):
 def test_killed_runs_resume(monkeypatch):
     monkeypatch.setattr(kills, "KINDS", {kind: kills.KINDS[kind] for kind in ("plain groups", "local generator")})
     results = Results()
-    no_fault(run(kills.trial(2, results, print), results))
+    no_fault(run(kills.trial(2, results, print, jobs=2), results))
     assert sum(o.count for o in results.outcomes.values()) == 2
 
 
@@ -172,7 +172,7 @@ def test_the_page_counts_attempts_and_lists_every_fault():
         Outcome("kills", "critic, run 1", "resumed", count=3, kind="critic"),
         Outcome("kills", "critic, run 2", "failed", "weights differ", count=1, kind="critic"),
     ]
-    text = page({"kills": outcomes}, {"kills": 100}, {"abc"})
+    text = page({"kills": outcomes}, {"kills": 100}, {"0.3.0 on 2026-11-18"})
     assert "| Kills | 4 | 100 | 1 |" in text and "| kills: critic | 4 | 3 resumed, 1 failed | 1 |" in text
     assert "- **kills, critic, run 2**: weights differ" in text
 
@@ -198,5 +198,5 @@ def test_the_rows_of_the_project_are_readable_and_hold_no_fault():
     for part in ("kills", "inputs", "fuzz", "sandbox", "starvation", "tests"):
         path = Path(__file__).parents[2] / "trials" / "results" / f"{part}.jsonl"
         rows = path.read_text().splitlines()
-        assert rows and all(json.loads(row)["commit"] for row in rows)
+        assert rows and all(json.loads(row)["tried"] for row in rows)
         no_fault(list(Results(path).outcomes.values()))
