@@ -79,6 +79,11 @@ class Objective:
         coupled = {Signal.LOGP} if any(w.penalty.couples_trajectories for w in self.penalties) else NOTHING
         return planned | (self.signals & BEFORE_STEP) | (self.keep.signals & WITH_GRADIENT) | coupled
 
+    @property
+    def told(self) -> dict[str, float]:
+        """What the rollouts of the next step may read of the pieces' states."""
+        return {name: value for p in self._planning() if p.told for name, value in self.memory.of(p).items()}
+
     # ------------------------------------------------------ the whole batch
     def before_measuring(self, batch: Batch) -> Batch:
         """The batch with what a measurement must know of the pieces: how many candidates to draw, which reference to take."""

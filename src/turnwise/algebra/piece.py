@@ -67,6 +67,9 @@ class Piece(Declared):
         """Whether the present policy becomes the reference before this batch is measured."""
         return False
 
+    told = False
+    """Whether the rollouts of the next step may read its state."""
+
     updates_after_credit = False
     """Whether a batch enters the state only after it was credited: a predictor must not see what it predicts."""
 

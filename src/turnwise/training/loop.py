@@ -105,7 +105,7 @@ class Loop:
         self.collector.training = 0
         self.collector.last_metrics = {
             k: metrics[k] for k in ("entropy", "success", "reward") if math.isfinite(metrics.get(k, math.nan))
-        }
+        } | self.objective.told
         learned = time.perf_counter()
         self.learner.version = step + 1
         await self.generator.publish(self.learner.weights(), step + 1)

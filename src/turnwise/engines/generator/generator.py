@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from turnwise.core.records import Completion, Sampling, Stop
 from turnwise.engines.capture import using_gpu
 from turnwise.engines.generator.kv_cache import CacheChoice, CacheSlot
-from turnwise.engines.generator.logit_shift import LogitShift, Steering
+from turnwise.engines.generator.logit_shift import LogitShift, Steering, Tempering
 from turnwise.engines.generator.model_runner import MIN_CONTEXT, make_runner
 from turnwise.engines.generator.scheduler import Request, Scheduler
 from turnwise.engines.grammar import Grammars
@@ -284,7 +284,7 @@ class LocalSession:
         self.parked = False
         self.closed = False
         self.request: Request | None = None
-        self.shift: LogitShift | Steering | None = None  # what is added to the log-probabilities of its tokens
+        self.shift: LogitShift | Steering | Tempering | None = None  # what is added to the log-probabilities of its tokens
         self._owner = owner
         self._sampled_until = 0  # positions for which a random number was drawn
 

@@ -32,13 +32,31 @@ class Steering(Protocol):
     def candidates(self) -> int: ...
 
 
+class Tempering(Protocol):
+    """The temperature T of each token is T·(1 + ``tau``·h): h is log H − ``middle`` over ``above`` or ``below``, at most ±1, and H
+    the entropy at T."""
+
+    @property
+    def tau(self) -> float: ...
+
+    @property
+    def middle(self) -> float: ...
+
+    @property
+    def above(self) -> float: ...
+
+    @property
+    def below(self) -> float: ...
+
+
 class LaneShifts:
     """The shifts of the lanes of one batch; does nothing where no request has any. ``vocabulary``: entries of a row of logits."""
 
     def __init__(self, lanes: Sequence[Any], vocabulary: int) -> None:
         shifted = [(i, r) for i, r in enumerate(lanes) if r.shift is not None]
         self.vocabulary = vocabulary
-        self._steered = [(i, r.shift) for i, r in shifted if not callable(r.shift)]
+        self._tempered = [(i, r.shift, r.sampling.temperature or 1.0) for i, r in shifted if hasattr(r.shift, "tau")]
+        self._steered = [(i, r.shift) for i, r in shifted if hasattr(r.shift, "candidates")]
         by_ids = [(i, r) for i, r in shifted if callable(r.shift)]
         self._lanes = [(i, r.shift, list(r.sequence), r.sampling.temperature or 1.0) for i, r in by_ids]
 
@@ -53,6 +71,8 @@ class LaneShifts:
             if not values.shape[1]:
                 raise SettingError("this generator's model has no values to steer by; make it with with_value_rows")
             logits[i] = steered(logits[i], values[i], steering.weight, steering.candidates)
+        for i, rule, temperature in self._tempered:
+            logits[i] = tempered(logits[i], temperature, rule)
         for i, shift, ids, temperature in self._lanes:
             shifts = shift(ids)
             if shifts:
@@ -72,6 +92,15 @@ def steered(logits: Tensor, values: Tensor, weight: float, candidates: int) -> T
     top = logits.topk(min(candidates, logits.numel())).indices
     top_values = values[top].to(logits.dtype)
     return logits.index_add(0, top, weight * (top_values - top_values.mean()))
+
+
+def tempered(logits: Tensor, temperature: float, rule: Tempering) -> Tensor:
+    """Logits [V] over 1 + tau·h; the temperature itself divides them later."""
+    logp = torch.log_softmax(logits.float() / temperature, -1)
+    entropy = -torch.where(logp > -torch.inf, logp.exp() * logp, 0.0).sum()
+    h = entropy.clamp(min=1e-8).log() - rule.middle
+    h = torch.where(h > 0, h / max(rule.above, 1e-30), h / max(rule.below, 1e-30)).clamp(-1, 1)
+    return logits / (1 + rule.tau * h).to(logits.dtype)
 
 
 def with_value_rows(model: PreTrainedModel) -> PreTrainedModel:

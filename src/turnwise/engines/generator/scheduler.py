@@ -20,7 +20,7 @@ from turnwise.core.records import Sampling, Stop
 from turnwise.engines.generator.attention_layouts import DecodeLayout
 from turnwise.engines.generator.cuda_graphs import MAX_STEPS
 from turnwise.engines.generator.kv_cache import CacheSlot, PrefillChunk, common_prefix_length
-from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering
+from turnwise.engines.generator.logit_shift import LaneShifts, LogitShift, Steering, Tempering
 from turnwise.engines.generator.model_runner import Runner
 from turnwise.engines.grammar import GrammarState, LaneMasks
 from turnwise.engines.kernels.sampling import TokenSampler, kept_bytes, uniforms
@@ -62,7 +62,7 @@ class Request:
     routes: list[bytes] = field(default_factory=list)  # experts at every position fed so far; empty without routers
     stop: Stop | None = None
     cancelled: bool = False
-    shift: LogitShift | Steering | None = None  # sampled by shifted log-probabilities
+    shift: LogitShift | Steering | Tempering | None = None  # sampled by shifted log-probabilities
     grammar: GrammarState | None = None  # after all tokens that were sampled
     started: float = field(default_factory=time.perf_counter)
     held_before: float = 0.0  # seconds for which the generator had waited for other sessions when it came

@@ -24,7 +24,7 @@ from turnwise.credit.selectors import GateBySelector, Unguided
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.turn_credit import SameTask
 from turnwise.recipes.recipe import Kind, Recipe
-from turnwise.rollout.strategies import EntropyControl
+from turnwise.rollout.strategies import ENTROPY_SCALE, EntropyControl, EntropyTemperature, Independent
 from turnwise.rollout.strategies.tree import PRUNED, BranchRule, ConfidenceTree
 from turnwise.tasks.admission import Spread
 
@@ -182,21 +182,30 @@ class NormalisedEntropy(Piece):
 
     reads = frozenset({Signal.OLD_ENTROPY})
     quantile: float = number(0.8, least=0, most=1)
+    told = True
+
+    def initial_state(self) -> State:
+        return dict.fromkeys(ENTROPY_SCALE, 0.0)
+
+    def next_state(self, state: State, view: StepView) -> State:
+        """The scale on which the next rollouts place their entropies."""
+        return dict(zip(ENTROPY_SCALE, self._scale(view[Signal.OLD_ENTROPY].x)))
 
     def plan(self, view: StepView) -> dict[object, Field]:
         return {self: view[Signal.OLD_ENTROPY].map(self._normalise)}
 
-    def _normalise(self, entropy: torch.Tensor) -> torch.Tensor:
+    def _scale(self, entropy: torch.Tensor) -> tuple[float, ...]:
+        """The middle q and the widths above and below it at which |h| is 1, in units of log H; s cancels."""
         x = entropy.double().clamp(min=1e-8).log()
         if not x.numel():
-            return x
-        q = x.sort().values[round(self.quantile * (x.numel() - 1))]
-        s = (x - q).square().mean().sqrt()
-        if s == 0:
-            return torch.zeros_like(x)
-        h = (x - q) / s
-        top, bottom = h.max().clamp(min=0), (-h.min()).clamp(min=0)
-        return torch.where(h > 0, h / top.clamp(min=1e-30), h / bottom.clamp(min=1e-30))
+            return (0.0, 0.0, 0.0)
+        q = float(x.sort().values[round(self.quantile * (x.numel() - 1))])
+        return q, float(x.max()) - q, q - float(x.min())
+
+    def _normalise(self, entropy: torch.Tensor) -> torch.Tensor:
+        q, above, below = self._scale(entropy)
+        h = entropy.double().clamp(min=1e-8).log() - q
+        return torch.where(h > 0, h / max(above, 1e-30), h / max(below, 1e-30))
 
     @staticmethod
     def bounds(h: Field, low: float, high: float, alpha: float) -> tuple[Field, Field]:
@@ -258,15 +267,17 @@ def hapo(
     low: float = 0.2,
     high: float = 0.2,
     dual: float = 10.0,
+    tau: float = 0.05,
 ) -> Recipe:
-    """HAPO: clip range and advantage of each token scale with its entropy.
+    """HAPO: temperature, clip range and advantage of each token scale with its entropy.
 
-    A over all *tokens* of a group; low·(1 − αh) below and high·(1 + αh) above; A ← A(1 + βh) where it applies
+    T(1 + τh) while sampling;  A over all *tokens* of a group;  low·(1 − αh) below and high·(1 + αh) above;  A ← A(1 + βh) where
+    it applies
 
     Paper: From Uniform to Heterogeneous: Tailoring Policy Optimization to Every Token's Nature, arXiv 2509.16591.
-    Settings: quantile 0.8, alpha and beta 1, clip 0.2, dual 10.
+    Settings: quantile 0.8, alpha and beta 1, clip 0.2, dual 10, tau 0.05; tau 0 where a server samples.
     Deviation: the paper's intent for low-entropy tokens, not its code (where that branch never fires); entropies before the
-    first update; the adaptive sampling temperature is left out."""
+    first update. The ratio is to the distribution that was sampled from: the code takes the temperature out of it."""
     entropy = NormalisedEntropy(quantile)
     tokens = Standardise(SpreadTo(TOKEN, Outcome()), correction=0)
     return Recipe(
@@ -274,6 +285,7 @@ def hapo(
         gate=EntropyClip(entropy, alpha, low, high, dual) * EntropyRedistribution(entropy, beta, alpha, low, high),
         aggregate=Mean(TOKEN),
         admission=Spread(),
+        strategy=EntropyTemperature(tau) if tau else Independent(),
     )
 
 

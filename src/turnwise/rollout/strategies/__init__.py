@@ -294,6 +294,38 @@ class ValueSteered(Strategy):
         return shift_logits(session, self)
 
 
+ENTROPY_SCALE = ("entropy/middle", "entropy/above", "entropy/below")  # of log H over the tokens of a step
+
+
+@dataclass(frozen=True)
+class TokenTemperature:
+    """The temperature of a token is T·(1 + ``tau``·h), with h = ±1 at ``above`` and ``below`` the ``middle`` of log H."""
+
+    tau: float
+    middle: float
+    above: float
+    below: float
+
+
+class EntropyTemperature(Strategy):
+    """Independent. The temperature of each token rises with the policy's entropy there, T·(1 + ``tau``·h): h in [−1, 1] is where its
+    log lies among the tokens of the last step, as the method's ``NormalisedEntropy`` tells. What is recorded are the
+    log-probabilities of the distribution that was sampled from; rollouts of the first step are plain ones."""
+
+    tau: float = number(0.05, least=0, below=1)
+
+    shifts_logits = True  # only the generator of this process can sample so
+
+    async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
+        middle, above, below = (request.last_metrics.get(name, 0.0) for name in ENTROPY_SCALE)
+        if not (self.tau and (above or below)):
+            return request.grown(await request.play_all(sessions))
+        for session in sessions:
+            shift_logits(session, TokenTemperature(self.tau, middle, above, below))
+        played = await request.play_all(sessions)
+        return request.grown([replace(t, guidance="temperature by entropy") for t in played])
+
+
 class CorrectedSampling(Strategy):
     """Independent rollouts in waves of ``wave``. After each wave a behaviour policy is fitted to all rollouts of the group so far
     (``rollout/sampling_correction.py``), and the next wave is sampled by it: what is recorded are its log-probabilities, and
