@@ -33,7 +33,7 @@ class Steering(Protocol):
 
 
 class Tempering(Protocol):
-    """The temperature T of each token is T·(1 + ``tau``·h): h is log H − ``middle`` over ``above`` or ``below``, at most ±1, and H
+    """The temperature T of each token is T·(1 + ``tau``·h): h is log H − ``middle`` over ``above`` or ``below``, at most ±1; H is
     the entropy at T."""
 
     @property

@@ -308,8 +308,8 @@ class TokenTemperature:
 
 
 class EntropyTemperature(Strategy):
-    """Independent. The temperature of each token rises with the policy's entropy there, T·(1 + ``tau``·h): h in [−1, 1] is where its
-    log lies among the tokens of the last step, as the method's ``NormalisedEntropy`` tells. What is recorded are the
+    """Independent. The temperature of each token rises with the policy's entropy there, T·(1 + ``tau``·h): h in [−1, 1] is where
+    its log lies among the tokens of the last step, as the method's ``NormalisedEntropy`` tells. What is recorded are the
     log-probabilities of the distribution that was sampled from; rollouts of the first step are plain ones."""
 
     tau: float = number(0.05, least=0, below=1)
