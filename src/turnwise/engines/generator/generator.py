@@ -284,7 +284,9 @@ class LocalSession:
         self.parked = False
         self.closed = False
         self.request: Request | None = None
-        self.shift: LogitShift | Steering | Tempering | None = None  # what is added to the log-probabilities of its tokens
+        self.shift: LogitShift | Steering | Tempering | None = (
+            None  # what is added to the log-probabilities of its tokens
+        )
         self._owner = owner
         self._sampled_until = 0  # positions for which a random number was drawn
 
