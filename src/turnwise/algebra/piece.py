@@ -67,9 +67,7 @@ class Piece(Declared):
         """Whether the present policy becomes the reference before this batch is measured."""
         return False
 
-    told = False
-    """Whether the rollouts of the next step may read its state."""
-
+    told = False  # whether the rollouts of the next step may read its state
     updates_after_credit = False
     """Whether a batch enters the state only after it was credited: a predictor must not see what it predicts."""
 
@@ -149,11 +147,8 @@ class Memory:
 
     def columns(self, pieces: Iterator[Piece], batch: Batch) -> dict[Any, Field]:
         """The states of these pieces as columns."""
-        columns: dict[Any, Field] = {}
-        for p in pieces:
-            if p.initial_state():
-                columns |= p.memory_columns(self.of(p), batch)
-        return columns
+        stateful = [p for p in pieces if p.initial_state()]
+        return {key: f for p in stateful for key, f in p.memory_columns(self.of(p), batch).items()}
 
     def advance(self, pieces: Iterator[Piece], view: StepView) -> None:
         for p in pieces:
