@@ -24,7 +24,7 @@ from turnwise.credit.selectors import GateBySelector, Unguided
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.turn_credit import SameTask
 from turnwise.recipes.recipe import Kind, Recipe
-from turnwise.rollout.strategies import ENTROPY_SCALE, EntropyControl, EntropyTemperature, Independent
+from turnwise.rollout.strategies import ENTROPY_SCALE, EntropyControl, EntropyTemperature
 from turnwise.rollout.strategies.tree import PRUNED, BranchRule, ConfidenceTree
 from turnwise.tasks.admission import Spread
 
@@ -285,7 +285,7 @@ def hapo(
         gate=EntropyClip(entropy, alpha, low, high, dual) * EntropyRedistribution(entropy, beta, alpha, low, high),
         aggregate=Mean(TOKEN),
         admission=Spread(),
-        strategy=EntropyTemperature(tau) if tau else Independent(),
+        strategy=EntropyTemperature(tau),
     )
 
 

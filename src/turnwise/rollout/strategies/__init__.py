@@ -314,7 +314,9 @@ class EntropyTemperature(Strategy):
 
     tau: float = number(0.05, least=0, below=1)
 
-    shifts_logits = True  # only the generator of this process can sample so
+    @property
+    def shifts_logits(self) -> bool:  # type: ignore[override]
+        return self.tau > 0  # only the generator of this process can sample so
 
     async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
         middle, above, below = (request.last_metrics.get(name, 0.0) for name in ENTROPY_SCALE)
