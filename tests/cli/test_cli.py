@@ -98,7 +98,9 @@ def test_list_as_json_names_every_method(capsys):
 def test_list_has_one_line_a_method_and_filters(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("  ")]) == len(recipes.METHODS) and max(map(len, lines)) <= 120
+    assert (
+        len([line for line in lines if line.startswith("  ")]) == len(recipes.METHODS) and max(map(len, lines)) <= 120
+    )
     assert main(["list", "clip", "--family", "critic_free", "--needs", "reference", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert rows and {row["family"] for row in rows} == {"critic_free"}
@@ -159,8 +161,8 @@ def help_of(command, capsys, *more):
 def test_help_shows_where_the_method_is_written_and_how_lists_are(capsys):
     train, serve = help_of("train", capsys, "all"), help_of("serve", capsys)
     assert train.startswith("usage: turnwise train [METHOD] [--config FILE] [flags] ")
-    assert "METHOD written first" in train and "hyper-parameters [dr_grpo]" in train
-    assert "empty: this process; several: separated by commas, or the flag repeated []" in train
+    assert "METHOD, written first, is a name of `turnwise list` [dr_grpo]" in train
+    assert "empty: this process; several: separated by commas, or the flag repeated --" in train
     assert "[1,2,3]" in serve and "[(" not in serve
 
 
@@ -168,10 +170,40 @@ def test_help_shows_what_people_use_and_help_all_every_setting_by_section(capsys
     shown, full = help_of("train", capsys), help_of("train", capsys, "all")
     common = {flag(name) for names in COMMON.values() for name in names}
     every = {flag(f.name) for f in fields(Settings)} - {flag(name) for name in NO_FLAGS}
-    assert 12 <= len(common) <= 18 and common < every
+    assert len(common) == 15 and common < every
     listed = lambda text: {name for name in every if f" {name} X" in text or f" {name} [X]" in text}  # noqa: E731
     assert listed(shown) == common and listed(full) == every
     assert "--help all" in shown and all(str(section.__doc__).rstrip(".").lower() in full for section in SECTIONS)
+
+
+def test_help_of_train_fits_a_screen_and_no_line_of_it_wraps(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert not any(line.startswith(" " * 10) for line in lines), "every flag has one line"
+
+
+@pytest.mark.parametrize(
+    "words", [["--help", "machine"], ["--help=machine"], ["-h", "machine"], ["grpo", "-h", "machine"]]
+)
+def test_help_of_a_section_shows_its_settings_alone(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", *words])
+    out = capsys.readouterr().out
+    assert "the machine:" in out and "--ranks X" in out and "--env X" not in out and "hyper-parameters" not in out
+
+
+def test_help_of_no_section_names_them_and_where_a_method_stands(capsys):
+    assert main(["train", "--help", "machin"]) == 2
+    assert "did you mean 'machine'" in capsys.readouterr().err
+    assert main(["train", "--help", "grpo"]) == 2
+    told = capsys.readouterr().err
+    assert "rollout" in told and "turnwise train METHOD --help" in told
+    with pytest.raises(SystemExit):
+        main(["train", "--help", "--steps", "3"])
+    assert "--help SECTION" in capsys.readouterr().out
 
 
 def test_version(capsys):

@@ -29,17 +29,37 @@ if TYPE_CHECKING:
 
 FEW_FLAGS = 12  # that many are listed in a message
 NO_FLAGS = {"method", "method_options", "credit_options"}  # settings that are given in another way
-COMMON = {  # what --help shows; --help all shows every setting, by section
-    "what to train": ("env", "agent", "model", "data", "reward"),
-    "how much": ("steps", "groups", "group_size", "max_tokens", "context"),
-    "learning": ("lr", "lora_rank"),
-    "measuring and output": ("eval_tasks", "seed", "device"),
-}
-CONFIG_HELP = "YAML or TOML file of settings; flags win over it; paths in it are relative to the current folder"
+COMMON = {  # what --help shows, within one screen: a line for each; --help all and --help SECTION tell the rest
+    "what to train": {
+        "env": "NAME, module:Class or file.py:Class",
+        "agent": "your agent: module:function, file.py:function or a command",
+        "model": "a folder, a Hub id, smollm2, or `tiny`, created here",
+        "data": "prompts (with --reward), preference pairs or dialogues",
+        "reward": "file.py:function, exact, math, code, several by commas",
+    },
+    "how it learns": {
+        "steps": "training steps",
+        "groups": "tasks per step; 0: the method's own",
+        "group_size": "trajectories per task; 0: the method's own",
+        "max_tokens": "tokens sampled per turn, at most",
+        "context": "tokens of a dialogue, at most",
+        "lr": "learning rate",
+        "lora_rank": "rank of LoRA adapters; 0: all weights",
+    },
+    "measuring and output": {
+        "eval_tasks": "held-out tasks to evaluate on, before and after",
+        "seed": "random seed of the whole run",
+        "device": "cpu, cuda, or auto: cuda when present",
+    },
+}  # fmt: skip
+SECTION_NAMES = {section.__name__.removesuffix("Section").lower(): section for section in SECTIONS}
+HELP_ALL = "all"
+CONFIG_HELP = "YAML or TOML file of settings; flags win over it"
 DEFAULT_METHOD = str(default_of(next(f for f in fields(Settings) if f.name == "method")))
-METHOD_HELP = (
-    "written first; `turnwise list` shows all, `turnwise {command} METHOD --help` their hyper-parameters "
-    f"[{DEFAULT_METHOD}]"
+METHOD_HELP = f"METHOD, written first, is a name of `turnwise list` [{DEFAULT_METHOD}]."
+MORE_HELP = (
+    "{name} METHOD --help: its hyper-parameters; --help all: every setting; --help SECTION: those of one of "
+    + ", ".join(SECTION_NAMES)
 )
 
 
@@ -141,24 +161,30 @@ def value_of(argv: Sequence[str], name: str) -> str:
     return ""
 
 
-def add_settings(parser: Parser, method: str, credit: str = "", everything: bool = True) -> None:
-    """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses. Unless
-    ``everything`` is asked for, the help shows the settings that are ``COMMON``."""
+def add_settings(parser: Parser, method: str, credit: str = "", topic: str = HELP_ALL) -> None:
+    """Add every field of Settings, the hyper-parameters of the method, and those of the method whose credit it uses. The help
+    shows what ``topic`` names: every setting, those of a section, or, where it is empty, those that are ``COMMON``."""
     by_name = {f.name: f for f in fields(Settings) if f.name not in NO_FLAGS}
-    groups = {str(section.__doc__).rstrip(".").lower(): [f.name for f in fields(section)] for section in SECTIONS}
-    for title, names in groups.items() if everything else COMMON.items():
+    shown: Mapping[str, Mapping[str, str]] = COMMON
+    if topic:
+        sections = SECTIONS if topic == HELP_ALL else (SECTION_NAMES[topic],)
+        shown = {str(s.__doc__).rstrip(".").lower(): dict.fromkeys((f.name for f in fields(s)), "") for s in sections}
+    for title, names in shown.items():
         group = parser.add_argument_group(title)
-        for f in (by_name.pop(name) for name in names if name in by_name):
-            add_setting(group, f)
+        for name, brief in names.items():
+            if name in by_name:
+                add_setting(group, by_name.pop(name), brief)
     for f in by_name.values():  # accepted, but not shown
         add_setting(parser, f, argparse.SUPPRESS)
     for owner, prefix, title in ((method, "method", f"hyper-parameters of {method}"),
                                  (credit, "credit", f"hyper-parameters of the credit of {credit}")):  # fmt: skip
-        to = parser.add_argument_group(title) if owner else parser
+        visible = topic in ("", HELP_ALL, "method")
+        to = parser.add_argument_group(title) if owner and visible else parser
         for name, parameter in signatures.parameters(owner).items() if owner else ():
             option = flag(name if prefix == "method" else f"credit_{name}")
             try:
-                to.add_argument(option, dest=f"{prefix}.{name}", metavar="X", help=f"[{parameter.default}]")
+                to.add_argument(option, dest=f"{prefix}.{name}", metavar="X",
+                                help=f"[{parameter.default}]" if visible else argparse.SUPPRESS)  # fmt: skip
             except argparse.ArgumentError:  # of a user's own recipe; a test keeps the built-in ones apart
                 raise SettingError(
                     f"{owner} has a parameter {name!r}, which is also a flag of the command; rename it"
@@ -172,8 +198,9 @@ def add_setting(group: Any, f: Field[Any], help_: str = "") -> None:
     if isinstance(default, tuple):
         more, several = {"action": "append"}, "; several: separated by commas, or the flag repeated"
     text = ",".join(map(str, default)) if isinstance(default, tuple | dict) else str(default)
-    help_ = help_ or f"{f.metadata['help']}{several} [{text}]"
-    group.add_argument(flag(f.name), metavar="X", default=None, help=help_, **more)
+    text = f" [{text}]" if text else ""
+    shown = help_ if help_ == argparse.SUPPRESS else f"{help_ or f.metadata['help'] + several}{text}"
+    group.add_argument(flag(f.name), metavar="X", default=None, help=shown, **more)
 
 
 def settings_from(namespace: argparse.Namespace, method: str, credit: str = "") -> dict[str, Any]:
@@ -221,6 +248,19 @@ class RunFlags:
     origins: Mapping[str, str]
 
 
+def _help_topic(command: str, argv: Sequence[str]) -> str:
+    """The word behind --help: ``all``, or a section; empty: none."""
+    topic = value_of(argv, "--help") or value_of(argv, "-h")
+    if not topic or topic.startswith("-"):
+        return ""
+    if topic not in (HELP_ALL, *SECTION_NAMES):
+        raise SettingError(
+            f"--help {topic}: no such section; {nearest(topic, [HELP_ALL, *SECTION_NAMES])}; the hyper-parameters of a method: "
+            f"turnwise {command} METHOD --help"
+        )
+    return topic
+
+
 def read_run_flags(
     command: str,
     about: str,
@@ -231,9 +271,9 @@ def read_run_flags(
 ) -> RunFlags:
     """Parse ``turnwise COMMAND [METHOD] [--config FILE] [flags]``. ``add`` defines the command's own flags."""
     argv = [_our_flag(word) for word in argv]
-    everything = "all" in (value_of(argv, "--help"), value_of(argv, "-h"))
-    if everything:
-        argv = [word for word in argv if word != "all"]
+    topic = _help_topic(command, argv)
+    if topic:
+        argv = ["--help" if word.startswith(("-h", "--help")) else word for word in argv if word != topic]
     # before the other flags are defined: the file may name the method, whose hyper-parameters are flags
     path = value_of(argv, "--config")
     file = read_config(path) if path else ConfigFile("")
@@ -246,14 +286,14 @@ def read_run_flags(
     if credit:
         signatures.check_method(credit)
     name = f"{command} {method}" if positional else command
-    shown = "" if everything else f"Every setting, by section: turnwise {command} --help all"
-    parser = Parser(name, about, json, epilog=shown)
+    about = f"{about} {METHOD_HELP}" if positional else about
+    parser = Parser(name, about, json, epilog="" if topic else MORE_HELP.format(name=f"turnwise {command}"))
     if positional:
         parser.usage = f"turnwise {command} [METHOD] [--config FILE] [flags]"
-        parser.add("method", nargs="?", metavar="METHOD", help=METHOD_HELP.format(command=command))
+        parser.add("method", nargs="?", help=argparse.SUPPRESS)
     parser.add("--config", default="", metavar="FILE", help=CONFIG_HELP)
     add(parser)
-    add_settings(parser, method, credit, everything)
+    add_settings(parser, method, credit, topic)
     namespace = parser.parse(argv)
     if positional and namespace.method not in (None, word):  # its hyper-parameters were not defined when it was found
         raise SettingError(f"write the method first: turnwise {command} {namespace.method} ...")

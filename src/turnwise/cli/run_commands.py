@@ -35,8 +35,7 @@ def train(argv: Sequence[str]) -> int:
         parser.add(
             "--dry-run",
             action="store_true",
-            help="validate the settings, take a few training steps (3, with --staleness k 3 (k + 1), at most 33), estimate time "
-            "and memory, keep nothing",
+            help="a few steps, an estimate of time and memory, nothing kept",
         )
 
     run = read_run_flags("train", "Train an agent.", argv, own_flags)
