@@ -94,6 +94,34 @@ def test_the_buffer_is_bounded():
     assert live.metrics()["replay/groups"] == 3 and live.metrics()["replay/oldest_step"] == 4
 
 
+def test_by_default_two_fifths_of_a_step_are_of_the_step_before():
+    ledger = Ledger()
+    live = PastBatches().open(ReplaySources(ledger.read, None, 0))
+    for step in range(3):
+        ledger.take(live, step, groups=6)
+    past = live.mix(step_of(3, 6), 3)[6:]
+    assert [g.id.split("-")[0] for g in past] == ["replay/2"] * 4
+    assert live.rule.size == 4096
+
+
+@pytest.mark.parametrize("rule, stored", [({"window": 1}, [0, 0, 0]), ({"window": 9, "until": 2}, [4, 4, 0])])
+def test_what_will_never_come_back_is_not_stored(rule, stored):
+    ledger = Ledger()
+    live = PastBatches(**rule).open(ReplaySources(ledger.read, None, 0))
+    for step, count in enumerate(stored):
+        ledger.take(live, step)
+        assert live.metrics()["replay/groups"] == count
+
+
+def test_what_comes_back_has_the_credit_it_had():
+    ledger = Ledger()
+    live = PastBatches(0.5, 2).open(ReplaySources(ledger.read, None, 0))
+    ledger.take(live, 0, groups=1)
+    live.observe(step_of(1, 1), {"1-0.1": -0.5}, 1)
+    ledger.rows |= {t.id: t for g in step_of(1, 1) for t in g.trajectories}
+    assert [t.facts["advantage"] for t in live.mix(step_of(2, 1), 2)[1].trajectories] == [0.0, -0.5]
+
+
 @pytest.mark.parametrize("wrong", [{"share": 1.0}, {"window": 0}, {"until": -1}])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(RecipeError, match="write"):

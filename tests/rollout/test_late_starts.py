@@ -126,6 +126,13 @@ def test_what_was_learnt_survives_a_restart():
     assert live.left == {easy.key: 4, hard.key: 1}
     live.observe(guided(group_of(easy, [1, 0, 0, 0])))  # a quarter is neither enough nor nothing
     assert live.left[easy.key] == 4
+    live.observe(guided(group_of(easy, [1, 0])))  # a half is enough
+    assert live.left[easy.key] == 5 and "guidance/withdrawn" not in live.metrics()
+    live.observe(group_of(easy, [1, 0]))  # at the prompt: there is no earlier start
+    live.observe(group_of(easy, [1, 0, 0]))
+    assert live.left[easy.key] == 5 and live.metrics()["guidance/withdrawn"] == 1
+    live.observe(group_of(easy, [0, 0]))
+    assert live.left[easy.key] == 4
     again = BackwardStarts().open(0)
     again.load_state_dict(json.loads(json.dumps(live.state_dict())))
     assert again.left == live.left and again.metrics() == live.metrics()

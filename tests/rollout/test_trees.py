@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from support.untrained import Untrained
 
 from turnwise.core.batch import prefix
-from turnwise.core.records import Status, Task
+from turnwise.core.records import Status, Task, Trajectory, Turn
 from turnwise.errors import SettingError
 from turnwise.recipes.experience import piece
+from turnwise.rollout.episode import ForkPoint
 from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.tree import edit_distance
+from turnwise.rollout.strategies.tree import GrownEpisode, edit_distance, first_error
 from turnwise.rollout.support import Support
 from turnwise.training import episodes
 
@@ -141,6 +142,33 @@ def test_failed_attempts_are_retried_from_a_turn_of_their_own(untrained, spec):
     for t in group.trajectories:
         if t.fork is not None:
             assert t.guidance and t.fork.parent in by_id and not t.fork.token
+
+
+def attempted(remaining, entropies=(), status=Status.FINISHED):
+    """An attempt whose turns began so many turns before the end of the solution, with the entropies of their tokens."""
+    turns = tuple(Turn((1,), (2,) * 5, (-0.5,) * 5, version=(0,) * 5) for _ in remaining)
+    points = [ForkPoint("a", i, None, None, {}, remaining=left) for i, left in enumerate(remaining)]
+    return GrownEpisode(Trajectory("a", Task("test", 1), turns, status=status), points, list(entropies))
+
+
+@pytest.mark.parametrize(
+    "remaining, turn",
+    [((3, 2, 2, 1), 1), ((3, 4), 0), ((3, 2, 1), 2), ((3, 2, None, 1), 1), ((None, 2), 0), ((3,), 0)],
+)
+def test_the_verifier_names_the_first_turn_after_which_the_solution_was_not_nearer(remaining, turn):
+    assert first_error(attempted(remaining), "verifier").turn == turn
+
+
+def test_surprise_names_the_turn_with_the_least_likely_first_four_tokens():
+    least = [[0.5, 0.5, 0.5, 0.5, 9.0], [0.9], [0.6, 0.6, 0.6, 0.6, 0.0]]
+    assert first_error(attempted((3, 2, 1), least), "surprise").turn == 1  # a mean, of four at most
+    assert first_error(attempted((3, 2, 1), [[], [0.4] * 5, [0.45] * 5]), "surprise").turn == 0  # −log p where none is reported
+
+
+def test_an_attempt_without_a_turn_is_not_tried_again():
+    assert first_error(attempted((3, 2)), "start").turn == 0
+    assert first_error(attempted(()), "start") is None
+    assert first_error(attempted((3, 2), status=Status.FAILED), "verifier") is None
 
 
 def test_a_fork_by_replay_is_a_fork_by_snapshot(monkeypatch):

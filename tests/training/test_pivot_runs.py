@@ -11,7 +11,7 @@ from support.outcomes import group_of
 from support.untrained import Untrained
 
 from turnwise.errors import SettingError
-from turnwise.rollout.strategies import OneTurn
+from turnwise.rollout.strategies import Independent, OneTurn
 from turnwise.store.ledger import SqliteLedger
 from turnwise.tasks.admission import AfterDraws
 from turnwise.tasks.pool_samplers import PivotFilter
@@ -56,6 +56,13 @@ def test_rollouts_have_one_turn_after_the_experts():
     assert all(len(t.turns) == 1 and t.reward in (0.0, 1.0) for t in group.trajectories)
     measured, recorded = world.logp(group)
     assert (measured - recorded).abs().max() < 1e-4  # the expert's words are context
+
+
+def test_nothing_is_played_after_the_one_turn():
+    """Also where the environment would go on."""
+    world = Untrained("keydoor")
+    assert any(len(t.turns) > 1 for t in world.grow(Independent(), seed=2, size=3).trajectories)
+    assert [len(t.turns) for t in world.grow(OneTurn(), seed=2, size=3).trajectories] == [1, 1, 1]
 
 
 def test_another_environment_is_refused():
