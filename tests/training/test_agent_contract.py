@@ -4,6 +4,8 @@ refuses is named and counted, and never trained on as reward 0."""
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 from safetensors.torch import load_file
@@ -13,7 +15,7 @@ from support.stock_agents import ANSWER, CALLS
 
 from turnwise.errors import EnvironmentFault, SettingError
 from turnwise.training import api
-from turnwise.training.agents import try_agent, unpaid
+from turnwise.training.agents import first_fault, try_agent, unpaid
 from turnwise.training.plan import EnvSpec, resolve_settings
 
 ROWS = [{"prompt": f"double {n % 4}", "answer": ANSWER} for n in range(16)]
@@ -24,7 +26,16 @@ STOCK = [
     pytest.param("openai_responses", "openai", "reasoning", marks=pytest.mark.thorough),
     pytest.param("anthropic_messages", "anthropic", "thinking", marks=pytest.mark.thorough),
 ]
-RUN = {**SMALL, "cold_steps": 12, "steps": 1, "max_tokens": 64, "context": 900, "eval_tasks": 0, "group_size": 4, "lr": 1e-3}
+RUN = {
+    **SMALL,
+    "cold_steps": 12,
+    "steps": 1,
+    "max_tokens": 64,
+    "context": 900,
+    "eval_tasks": 0,
+    "group_size": 4,
+    "lr": 1e-3,
+}
 
 
 def needs(package):
@@ -107,7 +118,9 @@ def test_a_run_whose_agent_is_cut_now_and_then_counts_and_tells_it(tmp_path):
     assert exact["refused"]["codes"] == {"turn_limit": exact["episodes"] // 2}
     assert exact["refused"]["episodes_ended"] == exact["episodes"] // 2
     assert row["reward"] == 1.0  # the episodes that were cut are not among them
-    assert any("episodes failed and were not trained on" in text and "turn_limit" in text for text in messages(summary["run"]))
+    assert any(
+        "episodes failed and were not trained on" in text and "turn_limit" in text for text in messages(summary["run"])
+    )
 
 
 async def survives(task, client):
@@ -157,3 +170,103 @@ def test_a_stock_client_is_told_not_to_repeat_a_refused_call(tmp_path):
 def test_check_agent_does_not_miss_the_reward_of_a_function(tmp_path):
     values = {"data": rows_file(tmp_path), "agent": "support.stock_agents:silent", "reward": ("exact",)}
     assert try_agent(values, 2).ok
+
+
+async def answered(task, client, **more):
+    reply = await client.chat.completions.create(messages=task.messages, **more)
+    return reply.choices[0].message.content
+
+
+async def says_a_text(task, client):
+    calls.append(task.prompt)
+    return f"well done: {await answered(task, client)}"
+
+
+async def calls_nobody(task, client):
+    return 1.0
+
+
+async def asks_for_biases(task, client):
+    await answered(task, client, logit_bias={"1": 100})
+    return 1.0
+
+
+async def misses_a_name(task, client):
+    await answered(task, client, messages=undefined_name)  # noqa: F821
+    return 1.0
+
+
+def blocks(task, client):
+    import time
+
+    time.sleep(60)
+    return "late"
+
+
+async def knows_no_answer(task, client):
+    text = await answered(task, client)
+    return None if not text.isdigit() else 1.0
+
+
+async def stumbles(task, client):
+    json.loads("{" + await answered(task, client))
+    return 1.0
+
+
+def played_by(agent, data):
+    return EnvSpec.from_settings(resolve_settings({"agent": "support.stock_agents:silent", "data": data}), agent=agent)
+
+
+calls: list[str] = []
+BROKEN = [
+    (says_a_text, "the agent returned 'well done: .*expected a number"),
+    (calls_nobody, "the agent made no call"),
+    (asks_for_biases, "a call of the agent is refused: 'logit_bias' is not supported"),
+    (misses_a_name, "the agent raised NameError: .*undefined_name"),
+]
+
+
+@pytest.mark.parametrize(("agent", "words"), BROKEN)
+def test_an_agent_that_breaks_its_contract_is_refused_before_the_model_is_loaded(agent, words, tmp_path):
+    calls.clear()
+    out, data = tmp_path / "runs", rows_file(tmp_path)
+    assert re.search(words, first_fault(played_by(agent, data)), re.S)
+    with pytest.raises(SettingError, match=f"(?s){words}.*check-agent"):
+        api.train(out=str(out), name="x", agent=agent, data=data, **RUN)
+    assert not out.exists() and not calls  # it was played elsewhere: nothing of it is left here
+
+
+@pytest.mark.parametrize("agent", [stumbles, sometimes_too_long, stock_agents.in_process])
+def test_an_agent_that_an_answer_may_mend_is_not_refused(agent, tmp_path):
+    assert not first_fault(played_by(agent, rows_file(tmp_path)))
+
+
+def test_words_about_nonsense_are_nobodys_fault_and_an_agent_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    bare = rows_file(tmp_path, [{"prompt": f"what is {n}?"} for n in range(8)])  # no answer that a policy could know
+    assert not first_fault(played_by(knows_no_answer, bare))
+    monkeypatch.setattr("turnwise.training.agents.PREFLIGHT", 0.3)
+    began = time.monotonic()
+    assert not first_fault(played_by(blocks, bare))
+    assert time.monotonic() - began < 10
+
+
+async def turns_bad(task, client):
+    await answered(task, client)
+    seen.append(1)
+    return 1.0 if len(seen) < 3 else "bad"
+
+
+def test_the_first_episode_that_fails_in_a_run_is_told_before_its_batch_is_complete(tmp_path):
+    seen.clear()
+    heard = []
+
+    def listen(kind, facts):
+        heard.append((kind, facts.get("text", ""), len(seen)))
+
+    with pytest.raises(EnvironmentFault, match="returned 'bad'"):
+        api.train(
+            listen, agent=turns_bad, data=rows_file(tmp_path), out=str(tmp_path), name="x", **{**RUN, "groups": 8}
+        )
+    (told,) = [(text, episodes) for _, text, episodes in heard if text.startswith("an episode failed")]
+    assert "the agent returned 'bad'" in told[0] and "failed episodes are not trained on" in told[0]
+    assert told[1] <= 8 * 4, "told while its first batch is played"

@@ -9,9 +9,9 @@ from support.agent_runs import SMALL, solve
 
 from turnwise.cli import display
 from turnwise.core.records import Status
+from turnwise.rollout.certificate import certificate, certificate_lines
 from turnwise.store.database import EpisodeFacts
 from turnwise.training import api
-from turnwise.training.agents import certificate, certificate_lines
 
 
 def episode(facts, status=Status.FINISHED, sampled=10, trained=True, reason=""):

@@ -89,7 +89,7 @@ def show_summary(summary: Mapping[str, Any]) -> None:
         what = "log-probabilities measured again after each step"
         out.print(f"{what}: {cost['seconds']:.1f} s, {cost['share']:.1%} of the steps (--remeasure-tokens 0: off)")
     if "exactness" in summary:
-        from turnwise.training.agents import certificate_lines  # late: only runs of agents need the ledger
+        from turnwise.rollout.certificate import certificate_lines  # late: only runs of agents need the ledger
 
         out.print("exactness of the agent's calls:")
         for line in certificate_lines(summary["exactness"]):

@@ -37,7 +37,8 @@ def endpoint(argv: Sequence[str]) -> int:
     parser.add("--address", default="127.0.0.1:8700", metavar="HOST:PORT", help="where to listen [127.0.0.1:8700]")
     parser.add("--seconds", type=float, default=3600.0, help="how long a session may stay open [3600]")
     namespace = parser.parse(argv)
-    from turnwise.training.agents import TOKEN_VARIABLE, certificate_lines
+    from turnwise.rollout.certificate import certificate_lines
+    from turnwise.training.agents import TOKEN_VARIABLE
     from turnwise.training.serve import serve_run
 
     tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731

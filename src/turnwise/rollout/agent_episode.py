@@ -31,8 +31,10 @@ NO_REWARD = (
     "the agent did not say what its episode was worth; let it return a number, True or False (a command prints it), act with "
     "task.step where --env pays, or write --reward FUNCTION"
 )
+NO_CALL = "the agent made no call"
 OVERFLOW = "context_length_exceeded"  # the code of a call whose messages leave no room
 DIFFERENCE = "agent/differs/"  # facts that hold the first differing token of a cause
+TURN_LIMIT, TOKEN_LIMIT, CANCELLED = "turn_limit", "token_limit", "cancelled"  # further codes
 ENDED_BY = "agent/ended_by"  # the fact that holds the code of the refused call that ended the episode
 
 
@@ -42,6 +44,10 @@ class CallRefused(EnvironmentFault):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class NoVerdict(EnvironmentFault):
+    """What an agent said of its episode is no reward, or says nothing."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,13 @@ def read_outcome(value: Any) -> AgentOutcome:
         total = value.get("reward", sum(named.values()))
         success = None if value.get("success") is None else bool(value["success"])
         return AgentOutcome(_reward("the reward", total), named, success)
-    raise EnvironmentFault(
-        f"the agent returned {value!r:.120}; expected a number, True or False, a dict of rewards, or None"
-    )
+    raise NoVerdict(f"the agent returned {value!r:.120}; expected a number, True or False, a dict of rewards, or None")
 
 
 def _reward(name: str, value: Any) -> float:
     usable = isinstance(value, int | float) and math.isfinite(value) and abs(value) <= MAX_REWARD
     if not usable:
-        raise EnvironmentFault(f"{name} is {value!r:.60}; a reward must be a finite number of at most {MAX_REWARD:g}")
+        raise NoVerdict(f"{name} is {value!r:.60}; a reward must be a finite number of at most {MAX_REWARD:g}")
     return float(value)
 
 
@@ -154,6 +158,9 @@ class AgentEpisode:
         self.overruled: Counter[str] = Counter()
         self.paid_from, self.steps = paid_from, 0  # steps: taken in the environment
         self.ended = self.lost = False
+        self.on_failure: Callable[[Exception], None] = lambda fault: (
+            None
+        )  # hears of it at once, the run at the group's end
         self.messages: tuple[Message, ...] = ()
         self.retries = 0  # calls that were repeated after a lost reply
         self.actions: dict[str, Action] = {}  # what was sampled, by the message that the agent got for it
@@ -175,7 +182,7 @@ class AgentEpisode:
         try:
             yield
         except CallRefused as refusal:
-            if not self.ended and refusal.code != "cancelled":  # which the run does, not the agent
+            if not self.ended and refusal.code != CANCELLED:  # which the run does, not the agent
                 self.refusals[refusal.code] += 1
                 self.refusal = refusal
                 if refusal.code == OVERFLOW:  # counting tokens meets it, too, and ends nothing
@@ -209,10 +216,10 @@ class AgentEpisode:
             raise CallRefused("episode_ended", "this episode has ended; its reward is final")
         if len(self.turns) >= self.limits.calls:
             words = f"the episode has taken its {self.limits.calls} turns (--max-turns)"
-            raise self.cut(Limit.TURNS, words, "turn_limit")
+            raise self.cut(Limit.TURNS, words, TURN_LIMIT)
         left = (self.limits.tokens or math.inf) - sum(len(turn.tokens) for turn in self.turns)
         if left < 1:
-            raise self.cut(Limit.TOKENS, self._spent, "token_limit")
+            raise self.cut(Limit.TOKENS, self._spent, TOKEN_LIMIT)
         placement = await self._place(request)
         if len(placement.dialogue.ids) >= self.limits.context:
             raise self._overflow()
@@ -225,7 +232,7 @@ class AgentEpisode:
         except GrammarError as fault:
             raise CallRefused("invalid_grammar", str(fault)) from fault
         if completion.stop == Stop.CANCELLED:
-            raise CallRefused("cancelled", "the episode was cancelled")
+            raise CallRefused(CANCELLED, "the episode was cancelled")
         if completion.stop == Stop.LENGTH and len(completion.tokens) == left:
             self.cut(Limit.TOKENS, self._spent)  # within this reply, after which an agent may end without another call
         return self._record(placement, completion, request)
@@ -284,8 +291,10 @@ class AgentEpisode:
         status, reason = Status.FAILED, "cancelled"
         try:
             outcome = await agent(self)
+            if not self.turns:
+                raise NoVerdict(NO_CALL)
             if outcome.reward is None and self.steps < self.paid_from:
-                raise EnvironmentFault(NO_REWARD)
+                raise NoVerdict(NO_REWARD)
             self.finish(outcome)
             status, reason = Status.FINISHED, ""
         except OutOfTime as late:
@@ -293,6 +302,7 @@ class AgentEpisode:
             self.cut(Limit.SECONDS, reason)
         except Exception as fault:  # raised by the agent, the generator or the machine
             reason, self.lost = fault_words(fault), bool(host_fault(fault))
+            self.on_failure(fault)
         finally:
             self.ended = True
             self.session.close()
@@ -305,10 +315,18 @@ class AgentEpisode:
             reason = f"a refused call ended the episode: {self.refusal} ({self.refusal.code}){raised}"
         return self.trajectory(status, reason)
 
+    def broken_contract(self, fault: Exception) -> str:
+        """What is wrong with the agent whatever its policy answers; empty where an answer or the machine may have caused it."""
+        if isinstance(fault, NoVerdict):
+            return str(fault)
+        if self.refusal is not None:
+            budget = (TURN_LIMIT, TOKEN_LIMIT, CANCELLED, OVERFLOW)
+            return "" if self.refusal.code in budget else f"a call of the agent is refused: {self.refusal}"
+        early = not self.turns and not self.lost and not isinstance(fault, OutOfTime)
+        return f"the agent raised {fault_words(fault)} before its first call was answered" if early else ""
+
     def trajectory(self, status: Status, reason: str) -> Trajectory:
         """The episode as one credited trajectory, however many sequences it needed."""
-        if not self.turns and status == Status.FINISHED:
-            status, reason = Status.FAILED, "the agent made no call"
         scale, causes = self.temperature_scale, self.lineage.causes
         # the certificate: how exactly the calls followed each other, as facts of the trajectory
         facts: dict[str, float | str] = {f"agent/{cause}": float(count) for cause, count in sorted(causes.items())}

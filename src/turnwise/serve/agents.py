@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from turnwise.errors import EnvironmentFault
 from turnwise.rollout.agent_client import AgentTask
-from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, read_outcome, within
+from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, NoVerdict, read_outcome, within
 from turnwise.serve.server import EndpointHost
 from turnwise.workers.process import exit_words, kill_group
 
@@ -56,7 +56,7 @@ class ProcessAgent:
             verdict = json.loads(lines[-1]) if lines else None
         except ValueError:
             printed = f"the last line that {self.command!r} printed is {lines[-1][:80]!r}"
-            raise EnvironmentFault(f"{printed}; print a number, or an object with reward and success") from None
+            raise NoVerdict(f"{printed}; print a number, or an object with reward and success") from None
         return read_outcome(verdict)
 
     async def _run(self, variables: dict[str, str], task: str) -> bytes:

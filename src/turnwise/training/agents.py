@@ -13,49 +13,44 @@ import contextlib
 import inspect
 import math
 import os
+import select
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.config.named_object import GIVEN_OBJECT, importable_name, load_object
 from turnwise.config.settings import Settings
-from turnwise.core.protocols import OVERRULED, REFUSED, Action, Session
+from turnwise.core.protocols import Action, Session
 from turnwise.core.records import Origin, Sampling, Status, Task, Trajectory
 from turnwise.core.seeds import stable_seed
-from turnwise.core.text import printable_line
 from turnwise.environments.calls import call_environment
 from turnwise.errors import SettingError
 from turnwise.rollout.agent_client import AgentTask, FunctionAgent, open_task
-from turnwise.rollout.agent_episode import DIFFERENCE, ENDED_BY, AgentEpisode, AgentOutcome
-from turnwise.rollout.episode import EpisodeLimits
-from turnwise.rollout.lineage import (
-    COMPACTION,
-    CONTINUED,
-    OPENING,
-    REWRITTEN,
-    SAME_TOKENS,
-    SUB_AGENT,
-    TEMPLATE,
-    THINKING,
-)
+from turnwise.rollout.agent_episode import ENDED_BY, NO_REWARD, AgentEpisode, AgentOutcome
+from turnwise.rollout.certificate import certificate, certificate_lines
+from turnwise.rollout.episode import EpisodeLimits, fault_words
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import ScriptedSession, next_action, scripted_policy
 from turnwise.rollout.strategies import EpisodeRunner
 from turnwise.serve.server import EndpointHost, listen_on, read_address
 from turnwise.store.database import EpisodeFacts
 from turnwise.store.ledger import SqliteLedger
+from turnwise.workers.child import end_with_parent
 from turnwise.workers.sockets import allow_many_files
 
 if TYPE_CHECKING:
     from turnwise.training.plan import EnvSpec
 
+PREFLIGHT = 10.0  # seconds that an episode before the run may take
+TRIED_TASKS = 2  # whose episodes are played before a run
 DEMONSTRATION = 120.0  # seconds that a demonstration may take
 EXTERNAL = "external"  # the name of agents that live elsewhere
 TOKEN_VARIABLE = "TURNWISE_ENDPOINT_TOKEN"
@@ -77,6 +72,22 @@ class Agent(Protocol):
     """Plays an episode by calling its policy."""
 
     async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome: ...
+
+
+@dataclass(frozen=True)
+class ReportingAgent:
+    """Plays as ``agent`` does; ``tell`` hears of an episode that fails at once."""
+
+    agent: Agent
+    tell: Callable[[AgentEpisode, Exception], None]
+
+    @property
+    def function(self) -> Any:
+        return getattr(self.agent, "function", None)
+
+    async def play(self, task: AgentTask, episode: AgentEpisode) -> AgentOutcome:
+        episode.on_failure = partial(self.tell, episode)
+        return await self.agent.play(task, episode)
 
 
 def load_agent(settings: Settings, given: Callable[..., Any] | None = None) -> Agent | None:
@@ -245,7 +256,66 @@ def agent_play(
     return play
 
 
+def telling(spec: EnvSpec, tell: Callable[[str, str], None]) -> EnvSpec:
+    """``spec`` with an agent whose first failure of a kind is told (text, level) in the moment it happens."""
+    levels = set[str]()
+
+    def first(episode: AgentEpisode, fault: Exception) -> None:
+        broken = episode.broken_contract(fault)
+        level = "warning" if broken else "info"
+        if level not in levels and not episode.lost:
+            levels.add(level)
+            tell(f"an episode failed: {broken or fault_words(fault)}; failed episodes are not trained on", level)
+
+    return replace(spec, agent=spec.agent and ReportingAgent(spec.agent, first))
+
+
 # ----------------------------------------------------------------- tried before a run
+
+
+def first_fault(spec: EnvSpec) -> str:
+    """What the agent does wrong in its first episodes, whatever a policy answers; empty if nothing, or nothing in time. Played in
+    a forked process: what an agent opens belongs to the event loop it was opened in, and a run has another."""
+    if spec.agent is None or spec.settings.agent == EXTERNAL or not hasattr(os, "fork"):
+        return ""
+    sys.stdout.flush()
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # of other threads: the child uses nothing that they may have locked
+        child = os.fork()
+    if not child:
+        try:
+            end_with_parent()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.write(theirs, _faults(spec).encode()[: select.PIPE_BUF])
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    try:
+        ready, _, _ = select.select([ours], [], [], 2 * PREFLIGHT)
+        return os.read(ours, select.PIPE_BUF).decode(errors="replace") if ready else ""
+    finally:
+        os.close(ours)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _faults(spec: EnvSpec) -> str:
+    """The first fault, if the episodes of a few tasks all have one: one may fail for reasons of its own."""
+    from turnwise.training import build  # late: imports torch
+
+    faults: list[str] = []
+    assert spec.agent is not None
+    policy = "oracle" if spec.can_demonstrate else "nonsense"
+
+    def note(episode: AgentEpisode, fault: Exception) -> None:
+        broken = episode.broken_contract(fault)
+        faults.append("" if (policy, broken) == ("nonsense", NO_REWARD) else broken)  # nonsense may be worth no word
+
+    short = replace(spec.settings, agent_seconds=min(spec.settings.agent_seconds, PREFLIGHT))
+    tried = replace(spec, settings=short, agent=ReportingAgent(spec.agent, note))
+    played = asyncio.run(_try_all(tried, Renderer(build.byte_tokenizer()), policy, TRIED_TASKS))
+    return faults[0] if len(faults) == len(played) and all(faults) else ""
 
 
 @dataclass(frozen=True)
@@ -354,101 +424,9 @@ def _report(played: Mapping[str, list[Trajectory]], twice: list[Trajectory], fir
     return AgentReport(tuple(tried), tuple(problems))
 
 
-# ----------------------------------------------------- the exactness certificate
-
-
-RESTARTS = (SUB_AGENT, COMPACTION, REWRITTEN, THINKING, TEMPLATE)
-WORDS = {
-    SUB_AGENT: "another first message, as of a sub-agent",
-    COMPACTION: "the history was replaced or dropped",
-    REWRITTEN: "an assistant message that was not sampled there",
-    THINKING: "the chat template leaves earlier thinking out",
-    TEMPLATE: "the chat template writes the history differently",
-}
-
-
 def run_certificate(settings: Settings, ledger: Path) -> dict[str, Any]:
     """The entry of a summary; empty for runs without an agent."""
     if not settings.agent:
         return {}
     with SqliteLedger(ledger, readonly=True) as recorded:
         return {"exactness": certificate(recorded.episode_facts())}
-
-
-def certificate(episodes: Iterable[EpisodeFacts]) -> dict[str, Any]:
-    """The certificate of these episodes."""
-    causes: Counter[str] = Counter()
-    unfinished: Counter[str] = Counter()
-    refused: Counter[str] = Counter()
-    overruled: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    totals: Counter[str] = Counter()
-    for episode in episodes:
-        counted = (OPENING, *SAME_TOKENS, *RESTARTS)
-        causes.update({c: int(episode.facts.get(f"agent/{c}", 0)) for c in counted})
-        totals["retries"] += int(episode.facts.get("agent/retries", 0))
-        totals["ended by a refused call"] += ENDED_BY in episode.facts
-        for kind, counts in ((REFUSED, refused), (OVERRULED, overruled)):
-            counts.update({k.removeprefix(kind): int(n) for k, n in episode.facts.items() if k.startswith(kind)})
-        totals["episodes"] += 1
-        totals["sampled"] += episode.sampled
-        totals["trained"] += episode.sampled if episode.trained else 0
-        if episode.status == Status.FAILED:
-            unfinished[episode.reason or "no reason"] += 1
-        for cause in RESTARTS:
-            if f"{DIFFERENCE}{cause}" in episode.facts:
-                first.setdefault(cause, str(episode.facts[f"{DIFFERENCE}{cause}"]))
-    follow_ups = causes.total() - causes[OPENING]
-    exact = sum(causes[cause] for cause in SAME_TOKENS)
-    return {
-        "episodes": totals["episodes"],
-        "calls": causes.total(),
-        "first_calls": causes[OPENING],
-        "continued": exact,
-        "continued_share": exact / follow_ups if follow_ups else None,
-        "behind_earlier_turns": exact - causes[CONTINUED],
-        "restarts": {c: {"count": causes[c], "first_difference": first.get(c, "")} for c in RESTARTS if causes[c]},
-        "retries": totals["retries"],
-        "refused": {
-            "count": refused.total(),
-            "codes": dict(refused),
-            "episodes_ended": totals["ended by a refused call"],
-        },
-        "overruled": dict(overruled),
-        "unfinished": {"count": unfinished.total(), "reasons": dict(unfinished.most_common(5))},
-        "tokens_sampled": totals["sampled"],
-        "tokens_trained": totals["trained"],
-        "trained_share": totals["trained"] / totals["sampled"] if totals["sampled"] else 1.0,
-    }
-
-
-def certificate_lines(exact: Mapping[str, Any]) -> list[str]:
-    """A certificate in words, one fact a line."""
-    follow_ups = exact["calls"] - exact["first_calls"]
-    continued = "no later calls"
-    if follow_ups:
-        share = f"{exact['continued']:,} of {follow_ups:,} later calls ({exact['continued_share']:.1%})"
-        behind = f", {exact['behind_earlier_turns']:,} of them behind an earlier turn"
-        continued = f"{share} continued token for token" + behind * bool(exact["behind_earlier_turns"])
-    lines = [f"{exact['calls']:,} calls in {exact['episodes']:,} episodes; {continued}"]
-    refused, overruled = exact.get("refused", {}), exact.get("overruled", {})  # summaries of older runs have neither
-    if refused.get("count"):
-        ended = f"{refused['episodes_ended']:,} episodes ended by one and were not trained on"
-        lines.append(f"refused calls: {refused['count']:,} ({_counts(refused['codes'])}); {ended}")
-    if overruled:
-        lines.append(f"calls that asked for what the run decides: {_counts(overruled)}")
-    for cause, restart in exact["restarts"].items():
-        shown = f"; the first {restart['first_difference']}" if restart["first_difference"] else ""
-        lines.append(f"restarts, {cause}: {restart['count']:,} ({WORDS[cause]}){shown}")
-    unfinished, reasons = exact["unfinished"]["count"], exact["unfinished"]["reasons"]
-    why = f" ({next(iter(reasons))})" if reasons else ""
-    lines.append(f"retried calls: {exact['retries']:,}; unfinished sessions: {unfinished:,}{why}")
-    lines.append(
-        f"tokens trained over tokens sampled: {exact['tokens_trained']:,} / {exact['tokens_sampled']:,} "
-        f"({exact['trained_share']:.1%})"
-    )
-    return [printable_line(line) for line in lines]
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))

@@ -55,7 +55,7 @@ from turnwise.rollout.strategies import GREEDY_REWARD, GreedyBaseline, Independe
 from turnwise.rollout.typed_output import run_grammar
 from turnwise.store.rundir import check_run_name
 from turnwise.training.agents import UNMET as UNMET_BY_AGENTS
-from turnwise.training.agents import unpaid
+from turnwise.training.agents import first_fault, unpaid
 from turnwise.training.plan import (
     OWN,
     EnvSpec,
@@ -148,6 +148,14 @@ def _environment(plan: RunPlan) -> Iterator[str]:
             return
     if faults:
         yield f"{s.env} cannot be played: {faults[0]}; `turnwise check-env {s.env}` says more"
+
+
+def _agent(plan: RunPlan) -> Iterator[str]:
+    """An agent that breaks its contract, whatever the policy says."""
+    if fault := first_fault(plan.env_spec):
+        yield (
+            f"{fault}; tried on the first tasks, with dummy answers in place of the model's: `turnwise check-agent` says more"
+        )
 
 
 def _replays(plan: RunPlan) -> Iterator[str]:
@@ -714,7 +722,7 @@ WITH_RECIPE: tuple[Row, ...] = (
     _environment,
     _replays,
 )
-LOADED: tuple[Row, ...] = (rank_places, _tokenizer, prompt_lengths, _model_size, _teacher)
+LOADED: tuple[Row, ...] = (rank_places, _agent, _tokenizer, prompt_lengths, _model_size, _teacher)
 RESUMED: tuple[Row, ...] = (cluster, ranks, _sampling_elsewhere)  # of a run that goes on: what may be changed then
 
 

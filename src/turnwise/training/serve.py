@@ -32,6 +32,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.environments import prompts
 from turnwise.errors import SettingError, TurnwiseError
 from turnwise.rollout.agent_episode import AgentEpisode, AgentOutcome, within
+from turnwise.rollout.certificate import certificate
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
 from turnwise.serve.generate_api import GenerateApi
@@ -41,7 +42,6 @@ from turnwise.serve.sessions import OpenEpisode, Sessions
 from turnwise.serve.wires import error_body
 from turnwise.store.database import EpisodeFacts
 from turnwise.store.rundir import RunDir
-from turnwise.training.agents import certificate
 from turnwise.training.evaluation import select_policy
 from turnwise.training.plan import EnvSpec, resolve_settings
 from turnwise.training.refusals import check_device, check_model_name

@@ -21,9 +21,9 @@ from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.recipes import catalogue
 from turnwise.rewards.judge import VerdictCache
+from turnwise.rollout.certificate import certificate_lines
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
-from turnwise.training.agents import certificate_lines
 from turnwise.training.rewards import CACHE
 
 CARD, PICTURE = "README.md", "curves.png"

@@ -62,7 +62,7 @@ from turnwise.store.lock import ProcessLock
 from turnwise.store.lost_ledger import ledger_since
 from turnwise.store.rundir import RunDir
 from turnwise.training import build, engines
-from turnwise.training.agents import agent_demonstrator, play_demonstration, run_certificate
+from turnwise.training.agents import agent_demonstrator, play_demonstration, run_certificate, telling
 from turnwise.training.collector import Collector, StalenessPolicy
 from turnwise.training.engines import check_resumed_memory
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
@@ -103,7 +103,8 @@ class Trainer:
     died: str = ""  # the id of the process that worked on this run before, if it died without a word
 
     def __post_init__(self) -> None:
-        self.settings, self.recipe, self.env_spec = self.plan.settings, self.plan.recipe, self.plan.env_spec
+        self.settings, self.recipe = self.plan.settings, self.plan.recipe
+        self.env_spec = telling(self.plan.env_spec, self.events.message)
         self.objective = self.recipe.objective
         self.held_out: list[Group] = []  # pairs of a file that are ranked and not trained on
         self.schedule = CheckpointSchedule(self.settings.checkpoint_every)
