@@ -24,6 +24,12 @@ from turnwise.recipes.recipe import Kind, Recipe
 
 GENERATED = "<!-- Written by `make docs` from the docstrings of the recipes. Do not edit. -->"
 SECTIONS = ("Paper", "Settings", "Deviation", "Sure of")
+KINDS = {
+    Kind.OBJECTIVE: "ratio, clipping or trust region, and what the loss averages over",
+    Kind.CREDIT: "credit assignment; combines with any objective: --credit",
+    Kind.DATA: "learns from further data: demonstrations, replay, a teacher",
+    Kind.PREFERENCE: "learns from pairs of a chosen and a rejected answer",
+}
 TITLES = {  # file of a family: title of its page
     "critic_free": "Objectives without a critic",
     "actor_critic": "Actor-critic objectives",
@@ -73,7 +79,7 @@ def index_page(families: list[str]) -> str:
         "",
         "| kind | question it answers |",
         "|---|---|",
-        *(f"| {kind} | {kind.meaning} |" for kind in Kind),
+        *(f"| {kind} | {KINDS[kind]} |" for kind in Kind),
     ]
     for family in families:
         lines += ["", f"## [{title_of(family)}]({family}.md)", "", "| method | kind | idea |", "|---|---|---|"]
@@ -107,6 +113,9 @@ def method_section(name: str) -> Iterator[str]:
     if entry["parameters"]:
         values = ", ".join(f"`{key}={value!r}`" for key, value in entry["parameters"].items())
         yield from (f"**Hyper-parameters.** {values}", "")
+    if entry["sets"]:
+        sets = ", ".join(f"`{key}={value}`" for key, value in entry["sets"].items())
+        yield from (f"**Sets, where you do not.** {sets}", "")
     wants = [*(n for n in entry["needs"] if n not in ("logp", "entropy")), *entry["requirements"]]
     if wants:
         yield from (f"**Needs.** {', '.join(f'`{want}`' for want in dict.fromkeys(wants))}", "")

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import records, reweight
+from support.episodes import RENDERER, FixedSession, Patient, play
 from support.untrained import Untrained
 
 from turnwise.core.batch import pack
@@ -15,6 +16,7 @@ from turnwise.core.records import Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RecipeError, SettingError
 from turnwise.recipes.experience import piece
 from turnwise.recipes.families.reward_shaping import CheapestModePays
+from turnwise.rollout.episode import EpisodeSupport
 from turnwise.rollout.strategies import ForcedModes, Independent
 
 
@@ -33,6 +35,49 @@ def test_exactly_so_many_rollouts_carry_each_opening(untrained):
         assert list(t.turns[0].context)[-len(ids) :] == ids  # context, and not among the sampled tokens
     measured, recorded = untrained.logp(group)
     torch.testing.assert_close(measured, recorded, rtol=1e-4, atol=1e-4)
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+
+class Counting(Patient):
+    """An environment that counts the calls it sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def step(self, action):
+        self.seen.append((len(action.calls), len(action.faults)))
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    "start, said, calls",
+    [
+        ("answer:", CALL, (0, 0)),  # forced: what looks like a call stays text
+        ("", f"answer: {CALL}", (0, 0)),  # chosen
+        ("<tool_call>", CALL.removeprefix("<tool_call>"), (1, 0)),  # the last mode has tools
+        ("", CALL, (1, 0)),
+        ("", f"so: {CALL}", (1, 0)),  # no mode
+    ],
+)
+def test_the_mode_that_answers_at_once_cannot_call(start, said, calls):
+    env, closed = Counting(), ForcedModes().texts[:-1]
+    support = EpisodeSupport("", start=tuple(RENDERER.encode(start)), without_tools=closed)
+    play(env, FixedSession(said), support=support)
+    assert env.seen[0] == calls
+
+
+def test_a_closed_episode_stays_closed():
+    class Second(FixedSession):
+        async def generate(self, ids, sampling):
+            self.tokens = RENDERER.encode_turn(CALL if self.read else "answer: 3")
+            return await super().generate(ids, sampling)
+
+    for closed, later in ((("answer:",), (0, 0)), ((), (1, 0))):
+        env = Counting()
+        play(env, Second(), support=EpisodeSupport("", without_tools=closed))
+        assert env.seen == [(0, 0), later, later]
 
 
 def test_without_forced_rollouts_it_is_plain_sampling(untrained):

@@ -21,7 +21,6 @@ def notes(**settings):
         ({"method": "gdpo"}, "several rewards"),
         ({"method": "mars"}, "several agents"),
         ({"method": "flow_grpo"}, "the fact 'planner'"),
-        ({"method": "dynaweb", "demos": "oracle"}, "no world model"),
         ({"method": "swarm"}, "groups of other runs"),
         ({"method": "grpo", "replay": "swarm"}, "groups of other runs"),
     ],
@@ -29,6 +28,11 @@ def notes(**settings):
 def test_a_run_says_what_its_method_lacks(settings, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert words in notes(env="calculator", **settings)
+
+
+def test_modes_without_tools_are_told():
+    assert "compares rollouts with tools and without, and keydoor has none" in notes(env="keydoor", method="a2fm")
+    assert notes(env="calculator", method="a2fm") == ""
 
 
 def test_nothing_is_said_where_it_is_there(tmp_path, monkeypatch):

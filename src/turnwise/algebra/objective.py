@@ -56,11 +56,14 @@ class Objective:
         roots = (self.ratio, self.gate, self.keep, self.gradient, *self.penalties)
         yield from dict.fromkeys(piece for root in roots for piece in root.parts)
 
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return (*self._crediting(), *self._planning())
+
     @cached_property
     def signals(self) -> frozenset[Signal]:
         """Every signal any piece reads, and the entropy, which every run logs."""
-        pieces = [*self._crediting(), *self._planning()]
-        return frozenset({Signal.LOGP, Signal.ENTROPY}).union(*(p.reads | p.reads_before_step for p in pieces))
+        return frozenset({Signal.LOGP, Signal.ENTROPY}).union(*(p.reads | p.reads_before_step for p in self.pieces))
 
     @property
     def signals_before_batch(self) -> frozenset[Signal]:
@@ -87,10 +90,9 @@ class Objective:
     # ------------------------------------------------------ the whole batch
     def before_measuring(self, batch: Batch) -> Batch:
         """The batch with what a measurement must know of the pieces: how many candidates to draw, which reference to take."""
-        pieces = (*self._crediting(), *self._planning())
-        if any(piece.resets_reference(self.memory.clock) for piece in pieces):
+        if any(piece.resets_reference(self.memory.clock) for piece in self.pieces):
             batch = batch.put(reset_reference=batch.tree.full(BATCH, 1.0))
-        count = max(piece.draws_candidates for piece in pieces)
+        count = max(piece.draws_candidates for piece in self.pieces)
         return batch.put({(Column.CANDIDATE, "count"): batch.tree.full(BATCH, count, torch.int64)}) if count else batch
 
     def credit(self, batch: Batch) -> Batch:

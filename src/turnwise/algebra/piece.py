@@ -42,8 +42,12 @@ class Piece(Declared):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What environment or data must provide: ``state``, ``verdict``, ``reward NAME``, ``fact NAME`` ...; with ``?`` behind,
-        what it does nothing without: the run begins all the same, and says so."""
+        """What environment or data must provide: ``state``, ``verdict``, ``reward NAME``, ``fact NAME`` ..."""
+        return frozenset()
+
+    @property
+    def idle_without(self) -> frozenset[str]:
+        """In the same words, what it does nothing without: the run begins all the same, and says so."""
         return frozenset()
 
     def plan(self, view: StepView) -> Mapping[Any, Field]:

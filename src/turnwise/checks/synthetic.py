@@ -37,8 +37,7 @@ NEAR_POLICY = (Signal.REFERENCE, Signal.PROXIMAL, Signal.PREVIOUS)  # log-probab
 
 def names_after(requirements: frozenset[str], kind: str) -> list[str]:
     """``names_after({"fact age"}, "fact")`` is ``["age"]``."""
-    given = (word for word in requirements if not word.endswith("?"))
-    return sorted(word.removeprefix(f"{kind} ") for word in given if word.startswith(f"{kind} "))
+    return sorted(word.removeprefix(f"{kind} ") for word in requirements if word.startswith(f"{kind} "))
 
 
 def random_groups(

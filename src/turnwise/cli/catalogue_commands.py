@@ -99,8 +99,11 @@ def explain(argv: Sequence[str]) -> int:
     for slot, piece in recipe.slots().items():
         print(textwrap.fill(piece, 118, initial_indent=f"  {slot:<{width}}  ", subsequent_indent=" " * (width + 4)))
     print(f"\nSignals: {', '.join(sorted(recipe.objective.signals))}")
-    if recipe.requirements:
-        print(f"Requires: {', '.join(sorted(recipe.requirements))}")
+    sets = ", ".join(f"{key}={value}" for key, value in signatures.suggested_settings(method).items())
+    lists = {"Requires": sorted(recipe.requirements), "Partly idle without": sorted(recipe.idle_without)}
+    for title, words in {**lists, "Sets, where you do not": [sets] if sets else []}.items():
+        if words:
+            print(f"{title}: {', '.join(words)}")
     return 0
 
 

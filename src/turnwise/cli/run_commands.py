@@ -127,11 +127,15 @@ def config(argv: Sequence[str]) -> int:
     else:
         # where each value comes from: default, environment, what the method decides where a setting leaves it open,
         # file or flag
+        from turnwise.recipes import experience
+        from turnwise.recipes.catalogue import changed_slots
         from turnwise.training.plan import make_recipe, suggestions
 
         recipe = make_recipe(settings)
         decided: dict[str, Any] = {"groups": recipe.budget.groups, "group_size": recipe.budget.size}
         decided |= {"dtype": recipe.precision.learner, "rollout_dtype": recipe.precision.rollouts}
+        left_open = (slot for slot in experience.SLOTS if not getattr(settings, slot))
+        decided |= {slot: recipe.slots()[slot] for slot in left_open if slot in changed_slots(recipe)}
         origins = {s.name: s.reason for s in suggestions(run.values)}
         print(
             render_config(

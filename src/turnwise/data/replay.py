@@ -77,6 +77,7 @@ class Replay(Declared):
 
     live: ClassVar[type[LiveReplay]] = LiveReplay
     requires: ClassVar[frozenset[str]] = frozenset()
+    idle_without: ClassVar[frozenset[str]] = frozenset()
 
     def open(self, sources: ReplaySources) -> LiveReplay:
         return self.live(sources, self)
@@ -360,9 +361,7 @@ class ExpertItems(Replay):
     live = _ExpertItems
     share: float = number(0.5, least=0, most=1)
 
-    requires: ClassVar = frozenset(
-        {"demonstrations", "world model?"}
-    )  # published with dreamed rollouts beside the expert's
+    requires: ClassVar = frozenset({"demonstrations"})
 
 
 @dataclass
@@ -402,7 +401,7 @@ class SharedExperience(Replay):
     among the last ``capacity``, without those whose total reward is 0. ``sender`` names this run; empty: by its seed."""
 
     live = _Shared
-    requires: ClassVar = frozenset({"other runs?"})
+    idle_without: ClassVar = frozenset({"other runs"})
     folder: str = ""
     foreign: int = number(4, least=0, why="groups of other runs a step")
     sender: str = ""

@@ -84,8 +84,7 @@ def unavailable_inputs(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
     """As sentences, what a recipe reads that padded tensors of tokens and rewards do not contain, or does while they are
     collected."""
     pieces = {p for root in within for p in root.parts}
-    # one that ends in a question mark is what the method does nothing without, and the trainer's user may have it
-    needed = sorted({requirement for p in pieces for requirement in p.requires if not requirement.endswith("?")})
+    needed = sorted({requirement for p in pieces for requirement in p.requires})
     differs = lambda name: type(getattr(recipe, name)) is not type(getattr(DEFAULT_RECIPE, name))  # noqa: E731
     memory = any(type(p).memory_columns is not Piece.memory_columns for p in pieces)
     coupled = any(isinstance(p, Penalty) and p.couples_trajectories for p in pieces)

@@ -15,7 +15,7 @@ from turnwise import recipes
 from turnwise.algebra.gate import NoGate
 from turnwise.algebra.ratio import Importance, OnPolicy
 from turnwise.errors import RecipeError, SettingError, nearest
-from turnwise.recipes import provenance
+from turnwise.recipes import provenance, signatures
 from turnwise.recipes.compose import compose
 from turnwise.recipes.provenance import Record
 from turnwise.recipes.recipe import Kind, Recipe, kind_of
@@ -63,6 +63,8 @@ def describe_method(name: str, credit: str = "") -> dict[str, Any]:
         "parameters": {n: p.default for n, p in recipes.parameters(name).items()},
         "needs": sorted(map(str, recipe.objective.signals)),
         "requirements": sorted(recipe.requirements),
+        "idle_without": sorted(recipe.idle_without),
+        "sets": signatures.suggested_settings(name),
         "slots": recipe.slots(),
     }
 

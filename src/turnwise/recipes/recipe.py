@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TypeVar
 
 from turnwise.algebra.aggregate import Aggregate, Mean
 from turnwise.algebra.control import Control, Passes
@@ -24,6 +23,7 @@ from turnwise.core.levels import TRAJECTORY
 from turnwise.core.signals import TOKEN_CRITIC, Signal
 from turnwise.data.replay import NoReplay, Replay
 from turnwise.errors import RecipeError
+from turnwise.recipes.signatures import Build
 from turnwise.rollout.guidance import Guidance, NoGuidance
 from turnwise.rollout.strategies import Independent, Precision, Strategy
 from turnwise.tasks.admission import Admission, AdmitAll
@@ -52,6 +52,7 @@ class Recipe:
     gradient: Gradient = field(default_factory=PlainGradient)  # scaling of the gradient
     smoothing: LayerNoise | None = None  # noise on hidden layers while learning
     precision: Precision = field(default_factory=Precision)  # numeric precision
+    requires: frozenset[str] = field(default=frozenset(), repr=False)  # beside what its pieces require; no slot
 
     def __post_init__(self) -> None:
         if self.advantage.needs_peers and self.budget.size < 2:
@@ -73,8 +74,14 @@ class Recipe:
         """What environment or data must provide, in words (see ``Piece.requires``)."""
         roots = (self.advantage, self.reward, self.ratio, self.gate, self.keep, *self.penalties)
         parts = (self.strategy, self.guidance, self.budget)
-        of_rollouts = frozenset[str]().union(*(getattr(part, "requirements", ()) for part in parts))
+        of_rollouts = self.requires.union(*(getattr(part, "requirements", ()) for part in parts))
         return of_rollouts.union(self.replay.requires, *(root.requirements for root in roots))
+
+    @property
+    def idle_without(self) -> frozenset[str]:
+        """What a part of the method does nothing without (see ``Piece.idle_without``)."""
+        parts = (self.strategy, self.replay, *self.objective.pieces)
+        return frozenset[str]().union(*(getattr(part, "idle_without", ()) for part in parts))
 
     @property
     def reads_rewards(self) -> bool:
@@ -97,10 +104,7 @@ class Recipe:
 
     def slots(self) -> dict[str, str]:
         """Each slot and its piece as text."""
-        return {f.name: text(getattr(self, f.name)) for f in fields(self)}
-
-
-Build = TypeVar("Build", bound=Callable[..., object])
+        return {f.name: text(getattr(self, f.name)) for f in fields(self) if f.repr}
 
 
 class Kind(StrEnum):
@@ -111,16 +115,6 @@ class Kind(StrEnum):
     CREDIT = "credit"
     DATA = "data"
     PREFERENCE = "preference"
-
-    @property
-    def meaning(self) -> str:
-        """One line for the user."""
-        return {
-            Kind.OBJECTIVE: "ratio, clipping or trust region, and what the loss averages over",
-            Kind.CREDIT: "credit assignment; combines with any objective: --credit",
-            Kind.DATA: "learns from further data: demonstrations, replay, a teacher",
-            Kind.PREFERENCE: "learns from pairs of a chosen and a rejected answer",
-        }[self]
 
 
 def declares(kind: Kind) -> Callable[[Build], Build]:

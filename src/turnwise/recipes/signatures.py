@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from turnwise.config.named_object import typed_value
 from turnwise.errors import SettingError, nearest
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).parent / "families"
 NAMES: dict[str, Any] = {"Literal": Literal, "INF": float("inf")}  # what a signature may name besides Python's own
 RENAMED = {"v0": "what had this name is probe_baseline, a probe of hidden states; V0's allocation is --budget v0; "}
 Parameters = dict[str, inspect.Parameter]
+Build = TypeVar("Build", bound=Callable[..., object])
 
 
 @cache
@@ -57,6 +59,27 @@ def parameters(name: str) -> Parameters:
         arg.arg: inspect.Parameter(arg.arg, kind, default=_value(default), annotation=_value(arg.annotation))
         for arg, default, kind in rows
     }
+
+
+def suggests(**settings: object) -> Callable[[Build], Build]:
+    """Decorator: settings of a run that belong to the method and that no slot holds. They apply where the user gives none."""
+
+    def mark(build: Build) -> Build:
+        build.suggests = settings  # type: ignore[attr-defined]
+        return build
+
+    return mark
+
+
+def suggested_settings(name: str) -> dict[str, Any]:
+    """The settings that a method ``suggests``; none of a name that is no method."""
+    if ":" in name:
+        from turnwise import recipes
+
+        return dict(getattr(recipes.method(name), "suggests", {}))
+    marks = _functions()[name].decorator_list if name in _functions() else []
+    calls = [mark for mark in marks if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "suggests"]
+    return {word.arg: _value(word.value) for call in calls for word in call.keywords if word.arg}
 
 
 def typed_options(name: str, options: dict[str, Any], declared: Parameters | None = None) -> dict[str, Any]:

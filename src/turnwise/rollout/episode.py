@@ -83,6 +83,7 @@ class EpisodeSupport:
     recorded: bool = True
     turns: tuple[tuple[int, ...], ...] = ()
     start: tuple[int, ...] = ()
+    without_tools: tuple[str, ...] = ()  # an episode whose first turn begins so cannot call tools
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Episode:
         is told after each turn how many are left. ``wording``: which wording of the task to show. ``entropies``: a list that
         receives those of each turn's tokens, empty where the generator does not report them. ``others``: who plays the seats that
         are not the policy's."""
-        self.others, self.carried_restart = others, False
+        self.others, self.carried_restart, self.no_tools = others, False, False
         self.support, self.wording, self.carried, self.entropies = support, wording, list[int](), entropies
         # what was done in the environment and what it said; ``names_states``: whether it has keys of its own
         self.actions, self.replies, self.observation, self.names_states = list[Action](), list[str](), "", True
@@ -430,6 +431,9 @@ class Episode:
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")
         action: Action = self.renderer.append_sampled(dialogue, [*start, *completion.tokens])
+        if not self.turns and self.support is not None and self.support.without_tools:
+            self.no_tools = action.text.lstrip().startswith(tuple(text.strip() for text in self.support.without_tools))
+        action = replace(action, calls=(), faults=(), unread=()) if self.no_tools else action
         if self.hinted_dialogue is not None:
             self.renderer.append_sampled(self.hinted_dialogue, [*start, *completion.tokens])
         if self.entropies is not None:

@@ -44,6 +44,7 @@ class Support:
     recorded: bool = True
     turns_left: int = 0
     opening: str = ""  # how the first turn begins: given, and recorded as context
+    without_tools: tuple[str, ...] = ()  # an episode whose first turn begins so cannot call tools
     plan: bool = False  # a plan in words, made from the scripted solution
 
     @property
@@ -85,8 +86,9 @@ class SupportResolver:
             if not help_.solution:
                 raise EnvironmentFault(f"{task.environment} has no scripted solution of this task to make a plan from")
             return EpisodeSupport(support.label, plan_of(help_.solution), support.recorded)
-        if support.opening:
-            return EpisodeSupport(support.label, start=tuple(self.renderer.encode(support.opening)))
+        if support.opening or support.without_tools:
+            label, start = support.label if support.opening else "", tuple(self.renderer.encode(support.opening))
+            return EpisodeSupport(label, start=start, without_tools=support.without_tools)
         if support.turns_left:
             first = help_.solution[: -support.turns_left]
             written = tuple(tuple(self._ids(text)) for text in first)

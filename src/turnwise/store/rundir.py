@@ -56,9 +56,11 @@ class RunDir:
         recipe: str = "",
         seed: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
+        chosen: Sequence[str] = (),
     ) -> RunDir:
         """Create a run with its ``run.json``. Both appear in one rename, so a kill never leaves a run without settings. What the
-        environment offers (``tools``) is recorded, so that who reads the run need not import it."""
+        environment offers (``tools``) is recorded, so that who reads the run need not import it; and which settings the user
+        left open and why they are as they are (``chosen``)."""
         check_run_name(root, name)
         target = Path(root) / name
         metadata = {
@@ -67,6 +69,7 @@ class RunDir:
             "recipe": recipe,
             "seed": seed,
             "tools": list(tools),
+            "chosen": list(chosen),
             "versions": installed_versions(),
         }
         with atomic_write(target, replace=False) as path:  # another process may be creating it now

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise import environments
 from turnwise.config.files import ConfigFile, merge_config, read_config
 from turnwise.config.named_object import GIVEN_OBJECT, importable_name
-from turnwise.config.settings import Settings, with_our_names
+from turnwise.config.settings import Settings, split_method, with_our_names
 from turnwise.config.values import ModelName
 from turnwise.core.protocols import Generator, LedgerProtocol
 from turnwise.core.records import Group, Sampling, Task, Trajectory
@@ -46,6 +46,7 @@ from turnwise.environments.contract import turn_limit
 from turnwise.environments.isolated import PROCESSES, HostPool, IsolatedEnvironment
 from turnwise.errors import SettingError, nearest
 from turnwise.models.facts import ModelFacts, read_model_facts
+from turnwise.recipes.signatures import suggested_settings
 from turnwise.rewards.judge import DEFAULT_RUBRIC
 from turnwise.rewards.spec import parse_rewards
 from turnwise.rollout.episode import AGENT_CALLS, EpisodeLimits, FailedEnvironment
@@ -97,20 +98,27 @@ class Suggestion:
 
 
 def resolve_settings(values: Mapping[str, Any], env_class: type | None = None) -> Settings:
-    """The settings of a run: the user's values, then what is suggested, then the defaults. ``env_class`` replaces the class
-    that the name refers to."""
+    """The settings of a run: the user's values, then what belongs to the method, then what suits environment and model, then
+    the defaults. ``env_class`` replaces the class that the environment's name refers to."""
     return replace(_draft(values), **{s.name: s.value for s in suggestions(values, env_class)})
 
 
 def _draft(values: Mapping[str, Any]) -> Settings:
-    """The user's values over the defaults. Rows that are answered and rewarded are the environment."""
-    settings = Settings.of(values)
+    """The user's values and those of the method over the defaults. Rows that are answered and rewarded are the environment."""
+    settings = Settings.of({**{s.name: s.value for s in of_method(values)}, **values})
     return replace(settings, env=prompts.NAME) if settings.uses_prompts and "env" not in values else settings
 
 
+def of_method(values: Mapping[str, Any]) -> list[Suggestion]:
+    """The settings that belong to the method, where ``values`` leaves them open."""
+    name = split_method(str(values.get("method", "")))[0]
+    return [Suggestion(k, v, f"method {name}") for k, v in suggested_settings(name).items() if k not in values]
+
+
 def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> list[Suggestion]:
-    """What environment and model suggest for the settings that ``values`` leaves open."""
-    settings = _draft(values)
+    """What method, environment and model suggest for the settings that ``values`` leaves open."""
+    first, settings = of_method(values), _draft(values)
+    values = {**{s.name: s.value for s in first}, **values}
     env_class = env_class or environment_class(settings)
     suggested = {"difficulty": tuple(getattr(env_class, "difficulties", (1,))), **getattr(env_class, "suggests", {})}
     for name in suggested:
@@ -129,7 +137,7 @@ def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> lis
     rows = [Suggestion(name, value, f"environment {env_class.__name__}") for name, value in suggested.items()]
     if facts is not None and large:
         rows += suggest(replace(settings, **suggested), {*suggested, *values}, facts, env_class)
-    return rows
+    return [*first, *rows]
 
 
 def suggest(settings: Settings, decided: Collection[str], model: ModelFacts, env_class: Any) -> list[Suggestion]:
@@ -170,11 +178,11 @@ def suggest(settings: Settings, decided: Collection[str], model: ModelFacts, env
     return rows
 
 
-def chosen_for_model(values: Mapping[str, Any], env_class: type | None = None) -> list[str]:
-    """What is suggested for a model that is not the tiny one, in sentences: it differs from the defaults of the help text."""
-    if _draft(values).model.tiny:
-        return []
-    return [f"{s.name} is {s.value} ({s.reason})" for s in suggestions(values, env_class)]
+def chosen(values: Mapping[str, Any], env_class: type | None = None) -> list[str]:
+    """What differs from the defaults of the help text, in sentences: what belongs to the method, and all that is suggested for
+    a model that is not the tiny one."""
+    rows = of_method(values) if _draft(values).model.tiny else suggestions(values, env_class)
+    return [f"{s.name} is {s.value} ({s.reason})" for s in rows]
 
 
 def has_gpu() -> bool:
@@ -810,7 +818,7 @@ class RunPlan:
     settings: Settings
     own_recipe: Recipe | None = None
     given: GivenObjects = field(default_factory=GivenObjects)
-    notes: tuple[str, ...] = ()  # settings that were chosen for the model, to tell at the start
+    notes: tuple[str, ...] = ()  # settings that were chosen for the method or the model, to tell at the start
 
     @classmethod
     def from_caller(
@@ -831,8 +839,7 @@ class RunPlan:
         name_rows(values)
         given = GivenObjects(env_class, model, tokenizer, rewards, name_agent(values))
         values = merge_config(read_config(config) if config else ConfigFile(""), values)
-        chosen, notes = resolve_settings(values, env_class), chosen_for_model(values, env_class)
-        return cls(chosen, own_recipe, given, tuple(notes))
+        return cls(resolve_settings(values, env_class), own_recipe, given, tuple(chosen(values, env_class)))
 
     @classmethod
     def from_settings(

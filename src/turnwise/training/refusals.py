@@ -92,7 +92,6 @@ FLAGS = {  # requirements that a flag provides
 BUFFER_FACTS = ("age", "advantage")
 PAIR_FACTS = ("chosen", "gap", "family")
 RUN_FACTS = ("said",)  # that a run itself records, in any environment
-OPTIONAL = "?"  # ends a requirement without which a piece does nothing, and the run begins all the same
 STRATEGY_FACTS: dict[str, type] = {GREEDY_REWARD: GreedyBaseline}  # facts that one strategy alone records
 SECOND_TURN = {  # requirements that an episode of one turn cannot meet
     "feedback": "reads the environment's observations",
@@ -413,7 +412,7 @@ def _players(plan: RunPlan) -> Iterator[str]:
 def requirements(plan: RunPlan) -> Iterator[str]:
     """What the method requires, and neither the environment's class nor a flag provides."""
     s, recipe, env_spec = plan.settings, plan.recipe, plan.env_spec
-    for word in sorted(word for word in required_by(recipe) if not word.endswith(OPTIONAL)):
+    for word in sorted(required_by(recipe)):
         kind, name = kind_and_name(word)
         if word in FLAGS:
             rows = s.data if s.offline else s.demos
@@ -495,6 +494,11 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
         "a solution of each task (an oracle() or solution(); in rows a column solution, steps or answer; or --solutions)",
     ),
     "wordings": (lambda cls: getattr(cls, "wordings", 1) > 1, "several wordings of each task (wordings)"),
+    "world model": (
+        lambda cls: callable(getattr(cls, "predict", None)),
+        "a world model to dream in (a class before the environment's, with predict() and judge(): "
+        "turnwise.environments.dreamed; examples/dreamed_keydoor.py trains one)",
+    ),
     "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
     "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),
     "expert turns": (
@@ -749,10 +753,7 @@ def held_out_note(plan: RunPlan) -> Iterator[tuple[str, str]]:
 def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """(level, text): what the method does nothing without and this run does not have. The meter shows the rest."""
     s, recipe, cls = plan.settings, plan.recipe, plan.env_spec.env_class
-    facts, names = (
-        getattr(cls, "facts", ()),
-        {*getattr(cls, "rewards", ()), *(r.label for r in parse_rewards(s.reward))},
-    )
+    names = {*getattr(cls, "rewards", ()), *(r.label for r in parse_rewards(s.reward))}
     shared = Path(getattr(recipe.replay, "folder", ""))
     words: dict[str, tuple[bool, str, str]] = {  # whether it is there, what it is, what to write
         "several rewards": (
@@ -765,10 +766,10 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
             f"compares the turns of several agents, and {s.env} has one",
             "--env nim, or another environment of several agents",
         ),
-        "world model": (
-            callable(getattr(cls, "predict", None)),
-            f"trains on dreamed episodes, and {s.env} has no world model",
-            "an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py)",
+        "tools": (
+            bool(plan.env_spec.tools),
+            f"compares rollouts with tools and without, and {s.env} has none",
+            "--env calculator, or --tools beside --data",
         ),
         "other runs": (
             shared.is_dir() and any(shared.iterdir()),
@@ -776,10 +777,10 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
             "start other runs with the same folder beside this one",
         ),
     }
-    for word in sorted(word.removesuffix(OPTIONAL) for word in required_by(recipe) if word.endswith(OPTIONAL)):
+    for word in sorted(recipe.idle_without):
         name = kind_and_name(word)[1]
         fact = (
-            name in facts,
+            name in getattr(cls, "facts", ()),
             f"treats turns by the fact {name!r}, which {s.env} does not tell",
             f"a fact {name!r} of its turns",
         )

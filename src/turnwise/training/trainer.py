@@ -99,7 +99,7 @@ class Trainer:
     events: RunEvents
     threads: int = 0  # CPU threads to compute with; 0: as many as torch has now
     stop: StopSignals = field(default_factory=StopSignals)
-    notes: Sequence[str] = ()  # what to tell at the start: settings chosen for the model
+    notes: Sequence[str] = ()  # what to tell at the start: settings chosen for method and model
     died: str = ""  # the id of the process that worked on this run before, if it died without a word
 
     def __post_init__(self) -> None:
@@ -433,7 +433,8 @@ def start_run(plan: RunPlan, listen: Listener, stop: StopSignals) -> dict[str, A
     refuse(plan, LOADED)
     s, threads = plan.settings, engines.select_threads(plan.settings)
     recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
-    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed, plan.env_spec.tools)
+    offered, chosen = plan.env_spec.tools, plan.notes
+    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed, offered, chosen)
     if s.cluster:
         return _on_cluster(run_dir, Settings.of(recorded), plan.notes, listen, stop)
     events = RunEvents(listen)

@@ -140,7 +140,7 @@ def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:
     Paper: A2FM, arXiv 2510.12838.
     Settings: three modes, 3 forced rollouts of each and 3 free ones.
     Deviation: a mode has no tag of its own: an opening such as answer: or <tool_call>, the cheapest first, begins the turn and is
-    context. The reward that prefers cheap modes belongs to the method a2fm.
+    context; only the last mode has tools, and evaluations know no modes. Its reward belongs to the method a2fm.
     Sure of: the group (notes on the paper)."""
     return ForcedModes(openings, forced)
 

@@ -121,7 +121,11 @@ class WeightedRewards(Piece):
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset({"several rewards?"} if self.names == () else {f"reward {name}" for name in self.names or ()})
+        return frozenset(f"reward {name}" for name in self.names or ())
+
+    @property
+    def idle_without(self) -> frozenset[str]:
+        return frozenset({"several rewards"} if self.names == () else ())
 
     def __call__(self, batch: Batch) -> list[tuple[float, Field]]:
         """Weight and value of each reward."""

@@ -531,7 +531,8 @@ def a2fm(
     Paper: A2FM: An Adaptive Agent Foundation Model for Tool-Aware Hybrid Reasoning, arXiv 2510.12838.
     Settings: alpha 2; 3 forced rollouts of each of 3 modes and 3 free ones. easy 0.5 is ours, and so are 2 forced rollouts of
     2 modes in groups of 8.
-    Deviation: a mode is how a first turn begins, not a tag; correct means a positive reward; no judge and no format reward."""
+    Deviation: a mode is how a first turn begins, not a tag; only the last has tools, in rollouts and not in evaluations; correct
+    means a positive reward; no judge and no format reward."""
     credit = Standardise(CheapestModePays(alpha, easy))
     return Recipe(advantage=credit, gate=Clip(clip, clip), strategy=ForcedModes(openings, forced))
 

@@ -28,6 +28,7 @@ from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.critic_free import grpo, gspo
 from turnwise.recipes.families.turn_credit import SameTask
 from turnwise.recipes.recipe import Kind, Recipe, declares
+from turnwise.recipes.signatures import suggests
 from turnwise.rollout.strategies import Branch, OneTurn
 from turnwise.tasks.admission import AfterDraws, Spread
 from turnwise.tasks.budgets import FallingWithSuccess, Fixed
@@ -478,14 +479,15 @@ def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(ranked, copied))
 
 
+@suggests(demos="oracle")
 def dynaweb(share: float = 0.5, low: float = 3e-4, high: float = 4e-4) -> Recipe:
     """DynaWeb: dreamed rollouts mixed with real expert trajectories, trained on together by a sequence-level clipped ratio.
 
     sᵢ = exp( 1/|yᵢ| Σₜ log ρₜ ), ρ = 1 for an expert;  A = z-score over the mixed group;  J = 1/G Σᵢ min(sᵢAᵢ, clip(sᵢ)Aᵢ)
 
     Paper: DynaWeb: Model-Based Reinforcement Learning of Web Agents, arXiv 2601.22149.
-    Settings: 8 rollouts of at most 5 dreamed steps, share 0.5 (some summaries: 0.4), temperature 0.7, top-p 0.9. Write --demos
-    oracle and an environment that dreams (turnwise.environments.dreamed; examples/dreamed_keydoor.py trains its world model).
+    Settings: 8 rollouts of at most 5 dreamed steps, share 0.5 (some summaries: 0.4), temperature 0.7, top-p 0.9. The
+    environment must dream (turnwise.environments.dreamed; examples/dreamed_keydoor.py trains its world model).
     Deviation: the bounds are GSPO's; an expert's trajectory counts as sampled by the present policy."""
     ratio = RatioByOrigin(FromOrigin("expert"), OnPolicy(), Importance(TRAJECTORY, cap=10.0))
-    return replace(gspo(low, high), ratio=ratio, replay=ExpertItems(share))
+    return replace(gspo(low, high), ratio=ratio, replay=ExpertItems(share), requires=frozenset({"world model"}))

@@ -442,7 +442,7 @@ def infopo(
 class SameAgent(Peers):
     """Turns of one agent in one game: a game is the task (``group``), or all tasks of a kind (``domain``)."""
 
-    requires = frozenset({"agents?"})
+    idle_without = frozenset({"agents"})
     game: str = choice("group", "domain")
 
     def __call__(self, batch: Batch) -> Partition:
@@ -508,8 +508,8 @@ class MarkedTurns(Mask):
     mark: Term
 
     @property
-    def requires(self) -> frozenset[str]:
-        return frozenset({f"turn fact {self.mark.name}?"}) if isinstance(self.mark, Fact) else frozenset()
+    def idle_without(self) -> frozenset[str]:
+        return frozenset({f"turn fact {self.mark.name}"}) if isinstance(self.mark, Fact) else frozenset()
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         return self.mark(view.batch) > 0.5

@@ -82,6 +82,7 @@ class Strategy(Declared):
     them in ``grow``."""
 
     requirements: ClassVar[frozenset[str]] = frozenset()  # what the environment must provide
+    idle_without: ClassVar[frozenset[str]] = frozenset()  # what it does nothing without: the run begins, and says so
     reads_rewards: ClassVar[bool] = False  # rewards of some trajectories are read before others are played
     shifts_logits: ClassVar[bool] = False  # only the generator of this process can sample so
 
@@ -401,11 +402,13 @@ class ForcedModes(Strategy):
     """Of each group ``forced`` rollouts begin with each of the ``openings``, texts separated by |, the cheapest mode first. Their
     ids are context and are not trained on. The other rollouts choose for themselves. Facts: ``mode`` and ``forced``.
 
-    Modes are closed: a rollout that writes the opening of a more expensive mode later on (it begins to answer, and calls the tool
-    all the same) is of that mode."""
+    Modes are closed: the last one alone has tools. An episode that begins in another cannot call any, chosen or forced: what it
+    writes stays text."""
 
     openings: str = "answer:|<tool_call>"
     forced: int = 2
+
+    idle_without = frozenset({"tools"})
 
     def __post_init__(self) -> None:
         if self.forced < 0 or not all(self.texts) or len(set(self.texts)) < 2:
@@ -430,13 +433,11 @@ class ForcedModes(Strategy):
     async def grow(self, request: GroupRequest, sessions: Sequence[Session]) -> Group:
         given = [text for text in self.texts for _ in range(self.forced)]
         openings = [*given, *[""] * (len(sessions) - len(given))]
-        supports: list[dict[str, Any]] = [{"support": Support(opening=text)} if text else {} for text in openings]
+        supports = [{"support": Support(opening=text, without_tools=self.texts[:-1])} for text in openings]
         marked = []
         for t, forced in zip(await request.play_each(sessions, supports), map(bool, openings)):
-            said = [str(m.get("content") or "").lstrip() for m in t.messages if m.get("role") == "assistant"]
-            first = next((n for n, text in enumerate(self.texts) if said and said[0].startswith(text.strip())), -1)
-            later = [n for n, text in enumerate(self.texts) if n > first >= 0 and any(text.strip() in s for s in said)]
-            mode = max([first, *later])
+            said = next((str(m.get("content") or "") for m in t.messages if m.get("role") == "assistant"), "")
+            mode = next((n for n, text in enumerate(self.texts) if said.lstrip().startswith(text.strip())), -1)
             marked.append(replace(t, facts={**t.facts, MODE: float(mode), FORCED: float(forced)}))
         return request.grown(marked)
 
