@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import Clip, RatioRegression
 from turnwise.algebra.gradient import DivideByClippingBias
 from turnwise.algebra.penalty import KL, ClippedValueLoss, Penalty, Weight, WeightedPenalty
@@ -45,6 +46,7 @@ def ppo(
         gate=Clip(clip, clip, dual),
         aggregate=Mean(TOKEN),
         penalties=(WeightedPenalty(value_weight, ClippedValueLoss(LambdaReturn(gamma, lam), value_clip), Mean(TOKEN)),),
+        control=Passes(minibatches=4),
     )
 
 
@@ -151,6 +153,7 @@ def bpo(
             WeightedPenalty(value_weight, SquaredValueError(q)),
             WeightedPenalty(median_weight, MedianValueError(q)),
         ),
+        control=Passes(minibatches=4),
     )
 
 

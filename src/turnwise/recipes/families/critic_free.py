@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import CappedWeight, Clip, Gate
 from turnwise.algebra.penalty import KL, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView
@@ -92,6 +93,7 @@ def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64
         aggregate=Mean(TOKEN),
         reward=EnvironmentReward() + OverlongPenalty(limit, cache),
         admission=Spread(),
+        control=Passes(minibatches=4),
     )
 
 
@@ -102,7 +104,12 @@ def gspo(low: float = 3e-4, high: float = 4e-4) -> Recipe:
 
     Paper: Group Sequence Policy Optimization, arXiv 2507.18071.
     Settings: low 3e-4, high 4e-4, four mini-batches per rollout batch, no KL."""
-    return Recipe(advantage=Standardise(), ratio=Importance(TRAJECTORY, cap=10.0), gate=Clip(low, high))
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Importance(TRAJECTORY, cap=10.0),
+        gate=Clip(low, high),
+        control=Passes(minibatches=4),
+    )
 
 
 def gspo_token(low: float = 3e-4, high: float = 4e-4) -> Recipe:
@@ -136,7 +143,7 @@ def gmpo(low: float = 0.4, high: float = 0.4) -> Recipe:
 
     Paper: Geometric-Mean Policy Optimization, arXiv 2507.20673.
     Settings: low and high 0.4, no KL in the main setting."""
-    return Recipe(advantage=Standardise(), gate=GeometricMeanClip(low, high))
+    return Recipe(advantage=Standardise(), gate=GeometricMeanClip(low, high), control=Passes(minibatches=4))
 
 
 def cispo(high: float = 5.0) -> Recipe:
@@ -146,7 +153,9 @@ def cispo(high: float = 5.0) -> Recipe:
 
     Paper: MiniMax-M1, arXiv 2506.13585.
     Settings: only an upper cap; 5 in later studies (the paper does not print it), no KL."""
-    return Recipe(advantage=Standardise(), gate=CappedWeight(high), aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(), gate=CappedWeight(high), aggregate=Mean(TOKEN), control=Passes(minibatches=4)
+    )
 
 
 def reinforce_pp(clip: float = 0.2, beta: float = 1e-2, gamma: float = 1.0) -> Recipe:
@@ -186,7 +195,7 @@ def two_sided_grpo(clip: float = 0.2, delta: float = 4.0) -> Recipe:
 
     Paper: INTELLECT-2, arXiv 2505.07291; the same effect as the dual clip of arXiv 1912.09729.
     Settings: clip 0.2, delta above 1 + clip (4 here), no KL."""
-    return Recipe(advantage=Standardise(), gate=Clip(clip, clip, dual=delta))
+    return Recipe(advantage=Standardise(), gate=Clip(clip, clip, dual=delta), control=Passes(minibatches=4))
 
 
 class StandardiseWithVirtualBest(Term):
@@ -212,7 +221,13 @@ def ngrpo(best: float = 1.0, low: float = 0.16, high: float = 0.24) -> Recipe:
     Paper: NGRPO: Negative-enhanced Group Relative Policy Optimization, arXiv 2509.18851.
     Settings: best 1, low 0.16, high 0.24, G 8, no KL."""
     credit = StandardiseWithVirtualBest(best)
-    return Recipe(advantage=credit, gate=Clip(low, high), aggregate=Mean(TOKEN), admission=NotPerfect(best))
+    return Recipe(
+        advantage=credit,
+        gate=Clip(low, high),
+        aggregate=Mean(TOKEN),
+        admission=NotPerfect(best),
+        control=Passes(minibatches=4),
+    )
 
 
 class LengthWeightedBaseline(Term):

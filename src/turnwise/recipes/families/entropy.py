@@ -6,6 +6,7 @@ import math
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import Clip, Factor, Gate, ScoreFunction, clipped
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.penalty import KL, Penalty, Schedule, WeightedPenalty
@@ -75,7 +76,7 @@ def clip_cov(
     Settings: fraction 2e-4, window (1, 5), the clip opened to 1/1.
     Deviation: means over the whole step, not the micro-batch."""
     gate = Clip(clip_low, clip_high).where(CovarianceClip(fraction, low, high, clip_low, clip_high))
-    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 class HighestEntropy(Mask):
@@ -102,7 +103,9 @@ def forking_tokens(share: float = 0.2, low: float = 0.2, high: float = 0.28) -> 
     Settings: share 0.2, clip 0.2/0.28, groups without spread re-sampled, no KL.
     Deviation: without the soft overlong penalty of its runs."""
     gate = Clip(low, high).where(HighestEntropy(share))
-    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), admission=Spread())
+    return Recipe(
+        advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), admission=Spread(), control=Passes(minibatches=4)
+    )
 
 
 class HighCovarianceDrift(Penalty):
@@ -132,7 +135,7 @@ def kl_cov(fraction: float = 2e-3, beta: float = 1.0) -> Recipe:
     Settings: fraction 2e-3 (7B), 2e-4 (32B), beta 1.
     Deviation: means over the whole step, not the micro-batch."""
     penalty = WeightedPenalty(beta, HighCovarianceDrift(fraction))
-    return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,))
+    return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,), control=Passes(minibatches=4))
 
 
 class DampEntropyChange(Factor):
@@ -174,7 +177,7 @@ def steer(
     Settings: 0.8 to 1.2 (linear) or 0.8 to 1 (exponential), clip 0.2/0.28, dual 10.
     Deviation: extremes over the whole step, not the micro-batch."""
     gate = Clip(low, high, dual) * DampEntropyChange(least, most, form)
-    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 class NormalisedEntropy(Piece):
@@ -286,6 +289,7 @@ def hapo(
         aggregate=Mean(TOKEN),
         admission=Spread(),
         strategy=EntropyTemperature(tau),
+        control=Passes(minibatches=4),
     )
 
 
@@ -322,6 +326,7 @@ def aepo(
         gate=gate,
         aggregate=Mean(TOKEN),
         strategy=EntropyControl(target, hot, cold, share),
+        control=Passes(minibatches=4),
     )
 
 
@@ -518,4 +523,5 @@ def echo(
         penalties=(WeightedPenalty(beta, KL("k3")),),
         reward=EnvironmentReward() + PaidAtEnd(Fact(PRUNED, missing=0.0)),
         strategy=ConfidenceTree(trunks, BranchRule(high, confident=confident)),
+        control=Passes(minibatches=4),
     )

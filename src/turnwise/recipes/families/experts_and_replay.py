@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import Clip, Factor, NoGate, TruncatedImportance
 from turnwise.algebra.penalty import NegativeLogLikelihood, Penalty, Schedule, Weight, WeightedPenalty
 from turnwise.algebra.piece import MicroBatchView, State, StepView
@@ -170,6 +171,7 @@ def hpt(gate: float = 0.0, coef: float = 1.0, length: float = 64, low: float = 1
         aggregate=Sum(TRAJECTORY, length=length),
         keep=practised,
         penalties=(WeightedPenalty(coef, NegativeLogLikelihood(), Mean(TRAJECTORY), rows=shown),),
+        control=Passes(minibatches=2),
     )
 
 
@@ -216,6 +218,7 @@ def luffy(
         advantage=Standardise(scale=normalise),
         ratio=RatioByOrigin(FromOrigin("expert"), ShapedProbability(kind, shape, power)),
         aggregate=Sum(TRAJECTORY, length=length),
+        control=Passes(minibatches=2),
     )
 
 
@@ -308,6 +311,7 @@ def arpo_gui(
         keep=used,
         sampler=CyclePool(pool),
         replay=SuccessBuffer(instead=False),
+        control=Passes(minibatches=2),
     )
 
 
@@ -414,8 +418,7 @@ def spear_replay(
         advantage=OnSelected(rollouts, fresh) + OnSelected(past, Excess(Outcome(), PastMedian(value))),
         gate=Clip(low, high).where(drop[rollouts]), aggregate=over, keep=rollouts,
         penalties=(WeightedPenalty(CosineWarmup(imitation, replay_horizon), loss, over, rows=good),),
-        replay=RecentBuffer(oldest=oldest, tools=1),
-    )  # fmt: skip
+        replay=RecentBuffer(oldest=oldest, tools=1), control=Passes(minibatches=2),)  # fmt: skip
 
 
 class ImprovementWeighted(Term):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import Clip, Gate
 from turnwise.algebra.peers import Peers
 from turnwise.algebra.penalty import SquaredLogRatio, WeightedPenalty
@@ -102,6 +103,7 @@ def mc_grpo(eps: float = 1e-3, rescale: bool = False, fallback: bool = False, cl
         gate=Clip(clip, clip),
         keep=Not(BestOfGroup(AtMedian())),
         budget=Fixed(8, 9),
+        control=Passes(epochs=2),
     )
 
 
@@ -249,7 +251,7 @@ def gdpo(
     Deviation: to condition one reward on another, let the environment name the conditioned one."""
     decoupled = SumOfStandardised(WeightedRewards(rewards, weights), eps)
     credit = StandardiseOverBatch(decoupled, whiten, eps)
-    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 def dvao(
@@ -417,7 +419,7 @@ def risk_po(
     Settings: bundles of 5, a 0.2, b 0.8 (0.9 on easy tasks), omega 1.5, eta 0.1, tracked quantiles.
     Deviation: tasks are bundled at random, not in batch order, so that packing does not change the credit."""
     credit = TailRisk(bundle, a, b, omega, eta, mode, share, baseline, eps)
-    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 class ConditionalAdvantage(Term):
@@ -700,7 +702,7 @@ def copo(b: float = 0.5, k: float = 1.0, forced: bool = False, clip: float = 0.2
     near, same = Standardise(eps=eps), SameAnswer()
     local = DisagreementWeighted(near, same, b, k, forced)
     both = replace(local) + replace(local, across=ConsistencyAdvantage(same, eps))
-    return Recipe(advantage=both, gate=ClipEachPart(local, clip, clip))
+    return Recipe(advantage=both, gate=ClipEachPart(local, clip, clip), control=Passes(minibatches=4))
 
 
 class LengthDampedGroups(Term):
@@ -743,7 +745,7 @@ def adora(
     Settings: damp 0.1, token mean, KL 1e-3. Right is a reward above 1.01 for its language models (here above 0.5: a task
     pays 1) and above 0.5 for its vision models, where lenient reverses the rule for groups of only right or wrong answers."""
     credit = LengthDampedGroups(Standardise(eps=eps), damp, threshold, lenient)
-    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN), control=Passes(minibatches=2))
 
 
 class UnlikelinessReward(Term):
@@ -766,7 +768,7 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
     Settings: beta 0.25, G 32, two passes, token mean, KL 0.1.
     Deviation: trajectories with a tiny advantage are kept; one pass by default."""
     credit = Standardise(UnlikelinessReward(beta), eps=eps)
-    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN), control=Passes(epochs=2))
 
 
 class NoveltyBonus(Term):

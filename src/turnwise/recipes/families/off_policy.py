@@ -8,6 +8,7 @@ from typing import Literal
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import CappedWeight, Factor, Gate, ScoreFunction, score_function
 from turnwise.algebra.mask import Mask, OneSided
 from turnwise.algebra.penalty import NegativeLogLikelihood, SquaredLogRatio, WeightedPenalty
@@ -179,4 +180,10 @@ def vespo(rise: float = 2.0, decay: float = 3.0, rise_negative: float = 3.0, dec
     Paper: VESPO: Variational Sequence-Level Soft Policy Optimization, 2026.
     Settings: k 2 and λ 3 where A ≥ 0, k 3 and λ 2 where A < 0."""
     gate = GammaWeight(rise, decay, rise_negative, decay_negative)
-    return Recipe(advantage=Standardise(), ratio=Product(TRAJECTORY), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(),
+        ratio=Product(TRAJECTORY),
+        gate=gate,
+        aggregate=Mean(TOKEN),
+        control=Passes(minibatches=4),
+    )

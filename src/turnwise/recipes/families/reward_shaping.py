@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.peers import SameTokenIndex
 from turnwise.algebra.penalty import WeightedPenalty
@@ -105,6 +106,7 @@ def spo_single(
         aggregate=Mean(TOKEN),
         budget=Fixed(64, 1),
         sampler=UncertaintySampler(),
+        control=Passes(minibatches=4),
     )
 
 
@@ -257,7 +259,7 @@ def verl_rank(
     Deviation: as in its code only the last token gets the bonus; everywhere is the paper's. No entropy bonus (0.001 there)."""
     potential = EffectiveRankPotential(follow, sharpness, explore, exploit)
     credit = CappedBonus(Standardise(), potential, kappa, everywhere)
-    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN), control=Passes(minibatches=2))
 
 
 class FlowOutlierScore(Term):
@@ -446,7 +448,7 @@ def fapo(penalty: float = 1.0, low: float = 0.2, high: float = 0.28, dual: float
     (turnwise.environments.first_error, then --judge first_error:FOLDER; examples/flaw_finder.py does both).
     Deviation: without a judge the fact ``error`` is the environment's own."""
     credit = Standardise(FlawPenalisedOutcome(penalty))
-    return Recipe(advantage=credit, gate=Clip(low, high, dual), aggregate=Mean(TOKEN))
+    return Recipe(advantage=credit, gate=Clip(low, high, dual), aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 def _calls(batch: Batch) -> Field:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from turnwise.algebra.advantage import Standardise
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import CappedWeight, Clip, TruncatedImportance
 from turnwise.algebra.gradient import LayerNoise
 from turnwise.algebra.mask import Mask, MismatchWithin, OneSided
@@ -163,7 +164,11 @@ def decoupled_ppo(clip: float = 0.2, cap: float = 5.0) -> Recipe:
     Paper: AReaL, arXiv 2505.24298.
     Settings: clip 0.2, staleness 4 to 8, cap 5 in its code.
     Deviation: group z-score instead of ±5 rewards normalised over the batch."""
-    return replace(LEARNERS, gate=(Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap)))
+    return replace(
+        LEARNERS,
+        gate=(Clip(clip, clip) * TruncatedImportance(INF)).where(MismatchWithin(0.0, cap)),
+        control=Passes(minibatches=4),
+    )
 
 
 def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
@@ -176,7 +181,12 @@ def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
     Deviation: A = R − mean (whether the std is divided out is unconfirmed); routing replay does not apply to dense
     models."""
     mask = OneSided(low, high, ratio=Importance(proximal=True))
-    return Recipe(advantage=Standardise(scale=False), gate=CappedWeight(cap).where(mask), aggregate=Sum(TRAJECTORY))
+    return Recipe(
+        advantage=Standardise(scale=False),
+        gate=CappedWeight(cap).where(mask),
+        aggregate=Sum(TRAJECTORY),
+        control=Passes(minibatches=4),
+    )
 
 
 def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.algebra.advantage import SoftBaseline, Standardise
 from turnwise.algebra.aggregate import Mean, Sum
-from turnwise.algebra.control import CriticsFirst
+from turnwise.algebra.control import CriticsFirst, Passes
 from turnwise.algebra.gate import Clip, ClipByOutcome, Factor, NoGate, ZeroGate
 from turnwise.algebra.mask import AllTokens, Both, Mask, MismatchWithin
 from turnwise.algebra.penalty import (
@@ -298,6 +298,7 @@ def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: i
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
         keep=Both(ProbabilityBelow(rho), NonZeroAdvantage()),
+        control=Passes(minibatches=4),
     )
 
 
@@ -340,6 +341,7 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 0) -> Recipe:
         budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
+        control=Passes(minibatches=4),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import CappedWeight, Clip, Gate, clipped
 from turnwise.algebra.mask import InformativeGroups
 from turnwise.algebra.piece import MicroBatchView, StepView
@@ -76,6 +77,7 @@ def mini_o3(low: float = 0.2, high: float = 0.3) -> Recipe:
         aggregate=Mean(TOKEN),
         keep=Finished(),
         admission=Spread(),
+        control=Passes(minibatches=4),
     )
 
 
@@ -138,6 +140,7 @@ def a2tgpo(alpha: float = 0.3, beta: float = 0.3, gamma: float = 1.0, low: float
         ratio=PerToken(Importance(TURN)),
         gate=InformationClip(beta, low, high),
         aggregate=Mean(TOKEN),
+        control=Passes(minibatches=4),
     )
 
 

@@ -43,7 +43,9 @@ def so_grpo(clip: float = 0.2, floor: float = 1.0) -> Recipe:
     Settings: clip 0.2.
     Deviation: the floor is ours."""
     ratio, gradient = PerToken(Importance(TURN)), DivideByClippingBias(floor)
-    return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), gradient=gradient)
+    return Recipe(
+        advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), gradient=gradient, control=Passes(minibatches=4)
+    )
 
 
 def _earlier_minimum(x: torch.Tensor, tree: Tree) -> torch.Tensor:
@@ -74,7 +76,9 @@ def minpro(low: float = 0.8, high: float = 1.28) -> Recipe:
     Paper: A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718.
     Settings: rollouts delayed by two or more steps; bounds as CISPO or DAPO (the paper's were not found)."""
     gate = CappedWeight(high, low)
-    return Recipe(advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(), ratio=PrefixMinimum(), gate=gate, aggregate=Mean(TOKEN), control=Passes(minibatches=4)
+    )
 
 
 class WideningClip(Gate):
@@ -109,7 +113,9 @@ def ctpo(low: float = 0.025, high: float = 0.05, dual: float = 0.05, power: floa
     Paper: Rethinking Importance Sampling in LLM Policy Optimization: A Cumulative Token Perspective, arXiv 2605.07331.
     Settings: low 0.025, high 0.05, dual 0.05, power 0.5."""
     gate = WideningClip(low, high, dual, power)
-    return Recipe(advantage=Standardise(), ratio=PrefixProduct(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(), ratio=PrefixProduct(), gate=gate, aggregate=Mean(TOKEN), control=Passes(minibatches=4)
+    )
 
 
 class TotalVariation(Mask):
@@ -131,7 +137,7 @@ def dppo_tv(low: float = 0.15, high: float = 0.15, cap: float = 20.0) -> Recipe:
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     Settings: cap 20, thresholds of 0.15."""
     gate = CappedWeight(cap).where(TotalVariation(low, high))
-    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 class BinaryKL(Mask):
@@ -153,7 +159,12 @@ def dppo_kl(limit: float = 0.05, cap: float = 20.0) -> Recipe:
 
     Paper: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     Settings: cap 20, a threshold of 0.05."""
-    return Recipe(advantage=Standardise(), gate=CappedWeight(cap).where(BinaryKL(limit)), aggregate=Mean(TOKEN))
+    return Recipe(
+        advantage=Standardise(),
+        gate=CappedWeight(cap).where(BinaryKL(limit)),
+        aggregate=Mean(TOKEN),
+        control=Passes(minibatches=4),
+    )
 
 
 class BalancedClip(Gate):
@@ -217,7 +228,7 @@ def bapo(
     Settings: share 0.4, bounds from 0.6/1.2 to 0.9/3.0, steps 0.02/0.05, dual 3.
     Deviation: statistic "gradient" by default; with the paper's "value" the lower bound cannot help and runs to its end."""
     gate = BalancedClip(share, low, high, low_end, high_end, low_step, high_step, dual, statistic)
-    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), control=Passes(epochs=2, minibatches=4))
 
 
 def topr(baseline: float = 0.0) -> Recipe:
@@ -229,7 +240,9 @@ def topr(baseline: float = 0.0) -> Recipe:
     Settings: rewards ±1, n 16, no KL; an effective share of 10 to 20 % good ones works best.
     Deviation: environments here reward 0 and 1, so nothing is tapered unless a reward is negative."""
     credit, ratio = Outcome() - Constant(baseline), Product(TRAJECTORY)
-    return Recipe(advantage=credit, ratio=ratio, gate=ClipByOutcome(), aggregate=Sum(TRAJECTORY))
+    return Recipe(
+        advantage=credit, ratio=ratio, gate=ClipByOutcome(), aggregate=Sum(TRAJECTORY), control=Passes(minibatches=4)
+    )
 
 
 class SigmoidGate(Gate):
@@ -250,7 +263,7 @@ def sapo(pos: float = 1.0, neg: float = 1.05) -> Recipe:
 
     Paper: Soft Adaptive Policy Optimization, arXiv 2511.20347.
     Settings: pos 1.0, neg 1.05."""
-    return Recipe(advantage=Standardise(), gate=SigmoidGate(pos, neg))
+    return Recipe(advantage=Standardise(), gate=SigmoidGate(pos, neg), control=Passes(minibatches=4))
 
 
 def _rollback(x: Field, budget: float, length: Field) -> Field:
@@ -323,7 +336,7 @@ def fiberpo(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recip
 
     Paper: Fibration Policy Optimization, arXiv 2603.08239.
     Settings: budgets 0.12/0.05, eps 0.04 in an illustration; none tuned."""
-    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps))
+    return Recipe(advantage=Standardise(), ratio=Fibration(plus, minus, eps), control=Passes(minibatches=4))
 
 
 def fiberpo_domain(plus: float = 0.12, minus: float = 0.05, eps: float = 0.04) -> Recipe:
@@ -370,7 +383,7 @@ def r2vpo(weight: float = 0.04, target: float = 0.02, rate: float = 0.01) -> Rec
     Paper: Ratio-Variance Regularized Policy Optimization, arXiv 2601.03320.
     Settings: λ about 0.04 (third-party); target and rate ours."""
     penalty = WeightedPenalty(DualVariable(weight, target, rate), RatioVariance())
-    return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,))
+    return Recipe(advantage=Standardise(), aggregate=Mean(TOKEN), penalties=(penalty,), control=Passes(minibatches=4))
 
 
 def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
@@ -381,7 +394,7 @@ def gbpo(low: float = 0.3, high: float = 0.3, softness: float = 1e-4) -> Recipe:
     Paper: Bounded Ratio Reinforcement Learning, arXiv 2604.18578.
     Settings: bounds 0.3, softness 1e-4 recommended (1.0 in its config), 5 to 10 epochs per batch."""
     gate = RatioRegression(MedianCentred(), softness, low, high)
-    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN))
+    return Recipe(advantage=Standardise(), gate=gate, aggregate=Mean(TOKEN), control=Passes(minibatches=4))
 
 
 class ScaleByEffectiveSamples(Gradient):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from turnwise.algebra.advantage import LeaveOneOut, Standardise, Whiten
 from turnwise.algebra.aggregate import Mean, Sum
+from turnwise.algebra.control import Passes
 from turnwise.algebra.gate import Clip
 from turnwise.algebra.mask import Mask
 from turnwise.algebra.peers import Peers, PeerSpec, Same, SameTokenIndex, resolve_peers
@@ -436,7 +437,7 @@ def infopo(
     Deviation: the decay exp(−rate · t) counts batches, not epochs; every turn of an episode has the same weight."""
     information = LimitStd(StandardiseNonZero(FeedbackInformationGain(per_token)), Standardise())
     credit = Standardise() + beta * ExponentialDecay(LowSpreadGate(information, gate_temperature), rate)
-    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN))
+    return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN), control=Passes(minibatches=2))
 
 
 class SameAgent(Peers):
@@ -657,4 +658,11 @@ def ui_s1(
         Standardise(step, turns, scale), step, turns
     ) + step_weight * Standardise(matched, Same("index"), scale)
     keep = GroupStdAbove(matched, least)
-    return replace(grpo(clip, beta), advantage=credit, aggregate=Mean(TOKEN), admission=Spread(), keep=keep)
+    return replace(
+        grpo(clip, beta),
+        advantage=credit,
+        aggregate=Mean(TOKEN),
+        admission=Spread(),
+        keep=keep,
+        control=Passes(minibatches=4),
+    )
