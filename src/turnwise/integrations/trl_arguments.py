@@ -74,9 +74,11 @@ def _check_steps(label: str, recipe: Recipe, args: Any) -> None:
     elif slices > steps and method_support.spans_groups(recipe):
         scatter = f"but TRL would scatter each group over {slices // steps} of them"
         reason = f"{label} averages or compares whole groups inside an optimiser step, {scatter}; {cure}"
-    elif isinstance(control, Passes) and control not in (Passes(), Passes(args.num_iterations, slices // steps)):
-        wants = f"{label} asks for {control.epochs} passes of {control.minibatches} steps over each batch"
-        cure = f"write num_iterations={control.epochs}, steps_per_generation={control.minibatches * steps}"
-        reason = f"{wants}; {cure}"
     if reason:
         raise SettingError(reason)
+    if isinstance(control, Passes) and control not in (Passes(), Passes(args.num_iterations, slices // steps)):
+        method = f"num_iterations={control.epochs}, steps_per_generation={control.minibatches * steps}"
+        warnings.warn(
+            f"{label} takes {control.updates} steps for each batch; inside TRL its arguments decide ({method})",
+            stacklevel=3,
+        )

@@ -86,7 +86,7 @@ def dapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64
 
     Paper: DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv 2503.14476.
     Settings: low 0.2, high 0.28, G 16, 16 updates per batch, limit 20480, cache 4096, dual clip 10 in its scripts.
-    Deviation: limit and cache scaled to short answers; one update per batch by default."""
+    Deviation: limit and cache scaled to short answers; 4 steps for a batch in place of 16."""
     return Recipe(
         advantage=Standardise(),
         gate=Clip(low, high, dual),

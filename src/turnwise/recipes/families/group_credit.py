@@ -766,7 +766,7 @@ def unlikeliness(beta: float = 0.25, kl: float = 0.1, clip: float = 0.2, eps: fl
 
     Paper: Rewarding the Unlikely: Lifting GRPO Beyond Distribution Sharpening, arXiv 2506.02355.
     Settings: beta 0.25, G 32, two passes, token mean, KL 0.1.
-    Deviation: trajectories with a tiny advantage are kept; one pass by default."""
+    Deviation: trajectories with a tiny advantage are kept."""
     credit = Standardise(UnlikelinessReward(beta), eps=eps)
     return replace(grpo(clip, kl), advantage=credit, aggregate=Mean(TOKEN), control=Passes(epochs=2))
 

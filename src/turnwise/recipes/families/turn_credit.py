@@ -657,12 +657,11 @@ def ui_s1(
     credit = episode_weight * FallbackWithoutPeers(
         Standardise(step, turns, scale), step, turns
     ) + step_weight * Standardise(matched, Same("index"), scale)
-    keep = GroupStdAbove(matched, least)
     return replace(
         grpo(clip, beta),
         advantage=credit,
         aggregate=Mean(TOKEN),
         admission=Spread(),
-        keep=keep,
+        keep=GroupStdAbove(matched, least),
         control=Passes(minibatches=4),
     )
