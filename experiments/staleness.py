@@ -23,12 +23,10 @@ import re
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import late_policy
 from parallel_runs import RESULTS, finished
 from processes import Job, Row, read, schedule
 
@@ -46,45 +44,6 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 # ------------------------------------------------------------------ one run, in a process of its own
-
-
-def train(settings: dict[str, Any]) -> None:
-    """Train with a generator whose weights are ``lag`` steps old."""
-    from turnwise.engines.generator.generator import LocalGenerator
-    from turnwise.evaluation.evaluator import Evaluation, Evaluator
-    from turnwise.training import api, build, engines
-
-    lag = int(settings.pop("lag"))
-
-    class LateGenerator(LocalGenerator):
-        """Loads the weights of ``lag`` publications ago."""
-
-        kept: ClassVar[deque[tuple[Mapping[str, Any], int]]] = deque(maxlen=lag + 1)
-
-        async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-            self.kept.append(({name: tensor.clone() for name, tensor in weights.items()}, version))
-            await super().publish(*self.kept[0])
-
-        async def load(self, which: int) -> None:
-            await super().publish(*self.kept[which])
-
-    class NewestPolicy(Evaluator):
-        """Evaluates the newest weights, then returns to the old ones."""
-
-        async def run(self, split: str = "held_out") -> Evaluation:
-            assert isinstance(self.generator, LateGenerator)
-            await self.generator.load(-1)
-            try:
-                return await super().run(split)
-            finally:
-                await self.generator.load(0)
-
-    make_evaluator = build.make_evaluator
-    if lag:
-        make_local = engines.make_local_generator
-        engines.make_local_generator = partial(make_local, kind=LateGenerator, share_weights=False)  # type: ignore[assignment]
-        build.make_evaluator = lambda *given: NewestPolicy(**vars(make_evaluator(*given)))  # type: ignore[assignment]
-    api.train(**settings)
 
 
 def measured(settings: dict[str, Any], name: str, out: str, seconds: float) -> Row:
@@ -276,6 +235,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1].startswith("{"):
-        train(json.loads(sys.argv[1]))
+        late_policy.train(**json.loads(sys.argv[1]))
     else:
         main()

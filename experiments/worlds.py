@@ -222,17 +222,25 @@ class Arithmetic:
         """Nothing to release."""
 
 
-class SignedCalculator(Calculator):
-    """Calculator with rewards of 1 and −1, and with a tool that does arithmetic in this process."""
-
-    async def step(self, action: Action) -> Step:
-        return signed(await super().step(action))
+class QuickCalculator(Calculator):
+    """Calculator with a tool that does arithmetic in this process."""
 
     async def _interpreter(self) -> Any:
         if self.session is None:
             self.session = Arithmetic()  # type: ignore[assignment]
             await self.session.arun(self.problem.bindings)
         return self.session
+
+
+class QuickGraded(QuickCalculator, Graded):
+    """Graded with that tool."""
+
+
+class SignedCalculator(QuickCalculator):
+    """Rewards of 1 and −1."""
+
+    async def step(self, action: Action) -> Step:
+        return signed(await super().step(action))
 
 
 class SignedLookup(Lookup):

@@ -60,6 +60,7 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "compare methods, or finished runs: paired seeds, equal token budgets, a stated error rate",
     ),
     "sweep": (looks.sweep, "the same over a grid of settings"),
+    "evidence": (looks.evidence, "decide claims of papers by paired runs: play, repeat and check rows, print verdicts"),
     "audit": (
         looks.audit,
         "print where the losses of TRL or verl, or a dumped batch, deviate from the recipe in float64",

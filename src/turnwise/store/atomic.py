@@ -123,13 +123,13 @@ def write_sealed(target: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file atomically, with its digest."""
     # the digest is that of the text as it will be read: JSON has no tuples, and no half characters
     plain = json.loads(clean(json.dumps(value, ensure_ascii=False, default=str)))
-    write_json(target, {**plain, DIGEST: _digest(plain)})
+    write_json(target, {**plain, DIGEST: content_digest(plain)})
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """The content without its digest; raises :class:`StoreError` when it is cut off or was changed."""
     value = read_object(path)
-    if value.pop(DIGEST, None) != _digest(value):
+    if value.pop(DIGEST, None) != content_digest(value):
         raise StoreError(f"{path} was changed after it was written; {ADVICE}")
     return value
 
@@ -149,5 +149,6 @@ def check_digest(path: Path, recorded: str | None, actual: str | None) -> None:
         raise StoreError(f"{path} is not the file that belongs to the last checkpoint; {ADVICE}")
 
 
-def _digest(value: Mapping[str, Any]) -> str:
+def content_digest(value: Mapping[str, Any]) -> str:
+    """A digest of a value as JSON, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
