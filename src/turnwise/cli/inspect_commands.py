@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from turnwise.cli.flags import Parser, RunFlags, read_run_flags
 from turnwise.cli.output import print_json, progress, show
-from turnwise.config.named_object import import_from_current_folder, reading
+from turnwise.config.named_object import load_object, reading
 from turnwise.config.settings import setting_type
 from turnwise.core.text import printable
 from turnwise.errors import SettingError
@@ -136,13 +135,9 @@ def _show_comparison(comparison: Any, namespace: argparse.Namespace) -> int:
 
 
 def evidence(argv: Sequence[str]) -> int:
-    """``turnwise evidence run|rerun|check|table``, whose program stands with the claims and rows in the repository."""
-    if not Path("experiments/evidence/command.py").is_file():
-        raise SettingError(
-            "evidence belongs to a checkout of the repository: go to its folder, which has experiments/evidence"
-        )
-    import_from_current_folder()
-    return int(importlib.import_module("experiments.evidence.command").main(argv))
+    """``turnwise evidence run|rerun|check|table``: the program stands with the claims and rows, in a checkout."""
+    what = "evidence, which belongs to a checkout of the repository: go to its folder"
+    return int(load_object("experiments.evidence.command:main", what, callable, "function")(argv))
 
 
 def audit(argv: Sequence[str]) -> int:

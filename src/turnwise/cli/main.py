@@ -25,18 +25,12 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "endpoint": (serving.endpoint, "serve the policy of a run to agents, over HTTP, until interrupted"),
     "serve": (serving.serve, "sample for runs by HTTP (`turnwise train --generator URL`), until interrupted"),
     "launch": (serving.launch, "print files that start servers and a run on Slurm or Kubernetes (not run there)"),
-    "environments": (
-        catalogue.list_environments,
-        "list the environments: built in, installed, and how to install the rest",
-    ),
+    "environments": (catalogue.list_environments, "list the environments: built in, installed, others to install"),
     "list": (catalogue.list_methods, "list all methods"),
     "explain": (catalogue.explain, "describe one method: equation, paper, slots, hyper-parameters"),
     "diff": (catalogue.diff, "compare two methods slot by slot"),
     "check-env": (catalogue.check_env, "test an environment by playing it and report its problems"),
-    "check-agent": (
-        runs.check_agent,
-        "try an agent with scripted policies in place of a model and report its problems",
-    ),
+    "check-agent": (runs.check_agent, "try an agent with scripted policies for a model and report its problems"),
     "check-method": (
         catalogue.check_method,
         "test a method's gradient, invariances and finiteness on synthetic trajectories",
