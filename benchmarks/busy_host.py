@@ -27,7 +27,9 @@ from statistics import median
 from typing import Any
 
 from turnwise.core.records import Completion, Sampling, Stop, Trajectory, Turn
+from turnwise.environments.builtin.calculator import Calculator
 from turnwise.inspector.queries import RunReader
+from turnwise.tools import python
 
 GROUP_SIZE = 8
 CORES = len(os.sched_getaffinity(0))
@@ -35,8 +37,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "1 process": {"env_processes": 1},
     f"{CORES} processes": {"env_processes": CORES},
 }
+READY_OR_NOT: dict[str, dict[str, Any]] = {  # those without come last: the interpreters of this process then stay so
+    **{f"{name}, interpreters ready": changes for name, changes in VARIANTS.items()},
+    f"{CORES} processes, ready, staleness 2": {"env_processes": CORES, "staleness": "2"},
+    **{f"{name}, not ready": {**changes, "env": f"{Path(__file__).resolve()}:Unprepared"} for name, changes in VARIANTS.items()},
+}
 SAMPLE_SECONDS = 0.002
 TOP = 16
+
+
+class Unprepared(Calculator):
+    """``calculator`` whose interpreters start when an episode asks for one. A class, because it is imported where it plays."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        python.READY = 0
 
 
 class StackSamples:
@@ -179,18 +194,20 @@ def runs(options: argparse.Namespace) -> None:
         print(f"a policy to begin with: {time.perf_counter() - began:.0f} s", flush=True)
         begin = {"model": str(first.path / "model"), "cold_steps": 0}
         base, pages = 0.0, list[str]()
-        for number, (name, changes) in enumerate(VARIANTS.items()):
+        for number, (name, changes) in enumerate((READY_OR_NOT if options.interpreters else VARIANTS).items()):
             run = trained(options, Path(folder), f"run{number}", **begin, **changes)
             seconds, tokens = late(run, "seconds"), late(run, "tokens")
             turns = sum(row.turns for row in run.trajectories()) / options.steps
             parts = ", ".join(f"{part} {late(run, f'seconds/{part}'):.3f}" for part in ("rollout", "learn", "publish"))
             base = base or seconds
             print(
-                f"{name:<16} {1 / seconds:.2f} steps a second ({base / seconds:.2f} x), {tokens / seconds:,.0f} sampled tokens "
+                f"{name:<32} {1 / seconds:.2f} steps a second ({base / seconds:.2f} x), {tokens / seconds:,.0f} sampled tokens "
                 f"a second; {seconds:.3f} s a step ({parts}), {turns:.0f} turns, "
                 f"{late(run, 'seconds/rollout') / turns * 1e3:.2f} ms of rollout a turn",
                 flush=True,
             )
+            if options.interpreters:
+                continue
             with StackSamples("run_loop") as samples:
                 brief = {"steps": max(6, options.steps // 2), "profile": True}
                 run = trained(options, Path(folder), f"profile{number}", **begin, **changes, **brief)
@@ -208,6 +225,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--interpreters", action="store_true", help="with and without interpreters that wait; no profiles")
     parser.add_argument("--samples", action="store_true", help="where the main thread was, of the part host too")
     options = parser.parse_args()
     for part in options.parts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 
@@ -34,3 +36,13 @@ def use(name: str) -> PythonTool:
     if isinstance(found, str):
         pytest.skip(found)
     return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether the condition holds before a deadline that only a defect reaches: a busy machine may need seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

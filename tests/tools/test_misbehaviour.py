@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.tool_pools import LIMITS, use
+from support.tool_pools import LIMITS, eventually, use
 
 from turnwise.tools import PythonTool, SandboxLimits, SandboxSession
 
@@ -34,16 +33,6 @@ def descendants(root: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {root}
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether the condition holds before a deadline that only a defect reaches: a busy machine may need seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 ENDLESS = (

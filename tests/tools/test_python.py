@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.tool_pools import LIMITS, use
+from support.tool_pools import LIMITS, eventually, use
 
 import turnwise.errors
 from turnwise.errors import SettingError, ToolFault
@@ -170,6 +170,33 @@ def test_a_forgotten_session_is_buried_by_the_next_open(tool: PythonTool) -> Non
     assert [worker.number for worker in tool._workers_to_end] == [number]
     tool.open().close()
     assert not tool._workers_to_end
+
+
+def test_interpreters_of_the_next_batch_start_when_those_of_the_last_have_ended(tool: PythonTool) -> None:
+    with PythonTool(LIMITS, isolation=tool.isolation) as own:
+        batch = [own.open() for _ in range(6)]
+        assert all(session.run(f"x = {n}; x").output == str(n) for n, session in enumerate(batch))
+        before = {session._worker.number for session in batch}
+        for session in batch:
+            session.close()
+        assert eventually(lambda: len(own._idle_workers) == 6 and not own._starting)
+        assert all(worker.ready and not worker.used for worker in list(own._idle_workers)[-3:])
+        fresh = [own.open() for _ in range(6)]
+        assert not before & {session._worker.number for session in fresh}, "no interpreter serves two episodes"
+        assert all(session.run("x").output == "NameError: name 'x' is not defined" for session in fresh)
+        assert len(own._idle_workers) <= 3, "those in use are not replaced while they are"
+        own._zygote._process.kill()
+        own._zygote._process.wait()
+        with own.open() as session:  # one that waited and died with the pool: nobody's names are lost
+            assert session.run("1").output == "1"
+
+
+def test_no_more_interpreters_wait_than_may(tool: PythonTool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.tools.python.READY", 0)
+    with PythonTool(LIMITS, isolation=tool.isolation, spare=0) as own:
+        for session in [own.open() for _ in range(3)]:
+            session.close()
+        assert not own._starting and not own._idle_workers
 
 
 def test_a_dead_pool_is_replaced_and_its_death_is_no_answer_to_the_model(tool: PythonTool) -> None:

@@ -14,13 +14,12 @@ import struct
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.tool_pools import LIMITS, use
+from support.tool_pools import LIMITS, eventually, use
 
 from turnwise.errors import ToolFault
 from turnwise.tools import PythonTool, SandboxSession
@@ -32,15 +31,6 @@ PATIENT = replace(LIMITS, wall_seconds=60.0)
 ROOMY = replace(PATIENT, scratch_bytes=32 << 20)  # a directory takes a block on most file systems
 IMMUTABLE = 0x10
 DEEP = "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')\n'deep'"
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def nest(base: Path, depth: int, name: str = "d" * 100) -> None:

@@ -39,6 +39,8 @@ from turnwise.tools.guest.scratch import remove_tree
 from turnwise.tools.isolation import ENVIRONMENT, Interpreter, Isolation, SandboxLimits, interpreters, mechanisms
 from turnwise.workers.sockets import allow_many_files
 
+READY = 256  # interpreters that may wait for their episodes, at most
+STARTED_AT_ONCE = 4  # of them: more would fill the zygote's queue, and hold up who opens or ends a session
 START_SECONDS = 20.0  # for an interpreter to start or to end a session on a loaded machine
 MODULES = ("landlock", "seccomp", "confine", "scratch", "meter", "repl", "exam", "zygote")
 BOOT = """
@@ -204,6 +206,7 @@ class SandboxWorker:
 
     def __init__(self, zygote: ZygoteHandle, number: int, channel: socket.socket) -> None:
         self.zygote, self.number, self.channel, self.ready = zygote, number, channel, False
+        self.used = False  # whether code was sent to it
         self._buffer = bytearray()
         self._max_frame_bytes = zygote.limits.output_bytes * 6 + 1024  # JSON escapes a character in at most six bytes
 
@@ -283,6 +286,8 @@ class PythonTool(contextlib.AbstractContextManager["PythonTool"]):
         self._idle_workers: deque[SandboxWorker] = deque()
         # of sessions garbage-collected without close(); ended at the next open()
         self._workers_to_end: deque[SandboxWorker] = deque()
+        self._in_use = self._most_in_use = 0
+        self._starting = False  # whether a thread starts interpreters
         self._owner = os.getpid()
         _pools.add(self)
 
@@ -295,6 +300,7 @@ class PythonTool(contextlib.AbstractContextManager["PythonTool"]):
         with self._lock:
             while self._workers_to_end:
                 self._workers_to_end.popleft().end()
+                self._in_use -= 1
             for attempt in range(2):
                 try:
                     zygote = self._running_zygote()
@@ -304,7 +310,42 @@ class PythonTool(contextlib.AbstractContextManager["PythonTool"]):
                 except ToolFault:  # the zygote died since the last call; a second failure propagates
                     if attempt:
                         raise
+            self._in_use += 1
+            self._most_in_use = max(self._most_in_use, self._in_use)
             return self._idle_workers.popleft()
+
+    def ended(self) -> None:
+        """A worker that was taken has ended. Others take the places of such in the background, as many as were ever in use at the
+        same time: the next batch then need not wait for its interpreters, which start while the learner computes."""
+        with self._lock:
+            self._in_use -= 1
+            begin = not self._starting and self._missing() > 0
+            self._starting |= begin
+        if begin:
+            threading.Thread(target=self._start_waiting, name="turnwise-interpreters", daemon=True).start()
+
+    def _missing(self) -> int:
+        alive = self._zygote is not None and self._zygote.alive and self._owner == os.getpid()
+        return min(READY, self._most_in_use - self._in_use) - len(self._idle_workers) if alive else 0
+
+    def _start_waiting(self) -> None:
+        while True:
+            with self._lock:
+                zygote, count = self._zygote, min(STARTED_AT_ONCE, self._missing())
+                self._starting = count > 0
+                if zygote is None or not self._starting:
+                    return
+            try:
+                workers = [zygote.spawn() for _ in range(count)]
+                for worker in workers:
+                    _wait_ready(worker)
+            except (Hung, Gone, Garbled, ToolFault):  # whoever opens the next session meets it, and is told
+                with self._lock:
+                    self._starting = False
+                return
+            with self._lock:
+                if zygote is self._zygote:
+                    self._idle_workers.extend(workers)
 
     def describe(self) -> str:
         """The isolation in use, what it blocks and what it does not block, in one sentence."""
@@ -325,6 +366,7 @@ class PythonTool(contextlib.AbstractContextManager["PythonTool"]):
         """End every session and the pool; a later ``open`` starts a new one."""
         with self._lock:
             self._discard_idle_workers()
+            self._in_use -= len(self._workers_to_end)
             self._workers_to_end.clear()
             if self._zygote is not None:
                 self._zygote.close()
@@ -470,7 +512,7 @@ class SandboxSession(contextlib.AbstractContextManager["SandboxSession"]):
     # ---- the worker
     def _live(self) -> SandboxWorker | None:
         worker = self._worker
-        if worker is None or not worker.ready:
+        if worker is None or not worker.ready or not (worker.used or worker.zygote.alive):
             return None
         if not worker.zygote.alive:  # report it: the model must learn that its names are lost
             raise Gone
@@ -504,6 +546,7 @@ class SandboxSession(contextlib.AbstractContextManager["SandboxSession"]):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
+            self._pool.ended()
 
     def _refusal(self, code: str) -> str:
         if self._closed:
@@ -513,12 +556,12 @@ class SandboxSession(contextlib.AbstractContextManager["SandboxSession"]):
 
     def _stop(self, failure: Exception) -> str:
         """End the worker and return the reason as text for the model."""
-        worker, self._worker = self._worker, None
-        if worker is None or self._closed:
-            if worker is not None:
-                worker.end()
+        if self._worker is None or self._closed:
+            self._drop()
             raise ToolFault("this Python session was closed during a call") from failure
+        worker, self._worker = self._worker, None
         status, limits = worker.end(wait=True, grace=isinstance(failure, Gone)), self._pool.limits
+        self._pool.ended()
         if status is None:  # not by what its code did: no code of a session reaches the zygote
             raise ToolFault("the process that runs Python sessions has ended") from failure
         if status.cpu_seconds >= limits.cpu_seconds or status.code == -signal.SIGXCPU:
@@ -576,6 +619,7 @@ def _wait_ready(worker: SandboxWorker) -> None:
 def execute(worker: SandboxWorker, code: str, seconds: float) -> ExecutionResult:
     """One call, blocking; raises Hung, Gone or Garbled."""
     _wait_ready(worker)
+    worker.used = True
     request_id, began = secrets.token_hex(8), time.perf_counter()
     deadline = time.monotonic() + seconds
     try:
@@ -591,6 +635,7 @@ def execute(worker: SandboxWorker, code: str, seconds: float) -> ExecutionResult
 
 async def aexecute(worker: SandboxWorker, code: str, seconds: float) -> ExecutionResult:
     """One call on the running event loop, with a worker that is ready."""
+    worker.used = True
     request_id, began = secrets.token_hex(8), time.perf_counter()
     loop = asyncio.get_running_loop()
     worker.channel.setblocking(False)
