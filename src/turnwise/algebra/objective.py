@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.algebra import diagnostics
 from turnwise.algebra.aggregate import Aggregate, Mean
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Listener(Protocol):
+    """Looks at an update while it is computed, and changes nothing about it."""
+
+    def planned(self, batch: Batch) -> None:
+        """The batch of one optimiser step, as it was planned."""
+
+    def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field], slope: Tensor) -> None:
+        """One micro-batch once its gradient is known. ``slope``: ∂ loss / ∂ log π of each token."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """The composition of a recipe's pieces: credit, plan, and the loss of a micro-batch."""
@@ -44,6 +54,7 @@ class Objective:
     keep: Mask = field(default_factory=AllTokens)
     gradient: Gradient = field(default_factory=PlainGradient)
     memory: Memory = field(default_factory=Memory, compare=False, repr=False)
+    listeners: tuple[Listener, ...] = field(default=(), compare=False, repr=False)
 
     # ------------------------------------------------------------- signals
     def _crediting(self) -> Iterator[Piece]:
@@ -135,13 +146,15 @@ class Objective:
             if weighted.penalty.couples_trajectories:
                 batch = batch.put(self._penalty_gradient(batch, i, weighted.penalty))
         if self.ratio.couples_trajectories:
-            return batch.put(gain_gradient=self._gain_gradient(batch))
-        if self.penalties or type(self.gradient) is not PlainGradient:
-            return batch
-        # Where every token of a group has advantage or weight 0, its gradient is 0, and the learner needs only its statistics.
-        # By whole groups, because trajectories of one group share a prompt and are cheaper to read together.
-        size = (batch[Column.ADVANTAGE] * batch[Column.WEIGHT]).at(TOKEN).abs().sum(GROUP)
-        return batch.put(no_gradient=size.map(lambda x: x == 0).at(TRAJECTORY))
+            batch = batch.put(gain_gradient=self._gain_gradient(batch))
+        elif not self.penalties and type(self.gradient) is PlainGradient:
+            # Where every token of a group has advantage or weight 0, its gradient is 0, and the learner needs only its
+            # statistics. By whole groups, because trajectories of one group share a prompt and are cheaper to read together.
+            size = (batch[Column.ADVANTAGE] * batch[Column.WEIGHT]).at(TOKEN).abs().sum(GROUP)
+            batch = batch.put(no_gradient=size.map(lambda x: x == 0).at(TRAJECTORY))
+        for listener in self.listeners:
+            listener.planned(batch)
+        return batch
 
     def _kept(self, view: StepView, mask: Mask | None = None) -> Field:
         """1 for each token that is trained on."""
@@ -225,6 +238,8 @@ class Objective:
             stats["objective"] = objective.detach()
             for mask in (p for p in self._planning() if isinstance(p, Mask) and p.reason and p in batch.columns):
                 stats[f"dropped/tokens: {mask.reason}"] = (~batch[mask]).at(TOKEN).x.double().sum()
+            for listener in self.listeners:
+                listener.micro_batch(batch, policy, -slope.x)
             return stats | diagnostics.by_source(view, rho, clipped, slope)
 
         return Loss(-objective, compute_stats, side_losses)  # the only place where the sign is flipped

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.algebra.objective import Loss, Objective
+from turnwise.algebra.objective import Objective
 from turnwise.algebra.penalty import Weight
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
 from turnwise.core.levels import TOKEN, TRAJECTORY, TURN, Field
-from turnwise.core.protocols import ObjectiveProtocol
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.signals import Signal
 from turnwise.core.stateful import remember
@@ -53,10 +52,10 @@ class SlotMeter:
     def __post_init__(self) -> None:
         self.slots, self.base = changed_slots(self.recipe), base_recipe()
 
-    def watch(self, objective: ObjectiveProtocol) -> ObjectiveProtocol:
+    def watch(self, objective: Objective) -> Objective:
         """``objective``, whose optimiser steps are measured; itself if there is nothing to measure in them."""
         of_tokens = {"ratio", "gate", "aggregate", "keep", "penalties", "precision"}
-        return MeteredObjective(objective, self) if self.slots & of_tokens else objective
+        return replace(objective, listeners=(*objective.listeners, self)) if self.slots & of_tokens else objective
 
     @torch.no_grad()
     def credit(self, given: Batch, credited: Batch) -> dict[str, float]:
@@ -81,37 +80,39 @@ class SlotMeter:
                 acted["advantage/turned"] = 1.0 - float(credit @ base)  # 1 − cosine
         return {ACTED + name: value for name, value in acted.items()}
 
-    def plan(self, planned: Batch) -> None:
+    def planned(self, batch: Batch) -> None:
         """The averaging weights of a planned step."""
-        weight = planned[Column.WEIGHT].at(TOKEN).x
+        weight = batch[Column.WEIGHT].at(TOKEN).x
         trained = (weight != 0).double()
         self.sums, self.pulls = {}, []
         if "aggregate" in self.slots:
-            even = self.base.aggregate(Field(planned.tree, TOKEN, trained)).at(TOKEN).x
+            even = self.base.aggregate(Field(batch.tree, TOKEN, trained)).at(TOKEN).x
             weights = weight / weight.abs().sum().clamp(min=1e-30)
             self.sums["aggregate"] = _different(weights, even / even.sum().clamp(min=1e-30)).double().mean()
         if "keep" in self.slots:
-            turns = planned.columns.get(Column.UPDATED_TURNS)
+            turns = batch.columns.get(Column.UPDATED_TURNS)
             offered = trained.new_ones(trained.shape) if turns is None else turns.at(TOKEN).x.double()
             self.sums["keep"] = ((1 - trained) * offered).sum() / offered.sum().clamp(min=1.0)
 
-    def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field]) -> None:
+    def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field], slope: Tensor) -> None:
         """Gradients of the tokens with the slot's piece and with the base's."""
+        if Column.FREEZE_POLICY in batch.columns:  # a step of the critics
+            return
         objective, share = self.objective, batch[Column.TOKEN_SHARE].at(TOKEN).x.double()
-        ratio, gate, slope = objective.ratio, objective.gate, self._slope(batch, policy)
+        ratio, gate, gain_slope = objective.ratio, objective.gate, self._slope(batch, policy)
         if "ratio" in self.slots:
             base_slope = self._slope(
-                batch, policy, ratio=self.base.ratio, gate=self.base.gate if slope is None else gate
+                batch, policy, ratio=self.base.ratio, gate=self.base.gate if gain_slope is None else gate
             )
-            self._compare("ratio", share, self._known(batch, slope), self._known(batch, base_slope))
-        if "gate" in self.slots and slope is not None:
+            self._compare("ratio", share, self._known(batch, gain_slope), self._known(batch, base_slope))
+        if "gate" in self.slots and gain_slope is not None:
             base_slope = self._slope(batch, policy, ratio=ratio, gate=self.base.gate)
-            self._compare("gate", share, slope, self._known(batch, base_slope))
+            self._compare("gate", share, gain_slope, self._known(batch, base_slope))
         if "precision" in self.slots:
             gap = (policy[Signal.LOGP].detach() - behaviour(batch)).at(TOKEN).x
             self._add("precision", share * (gap.abs() > DIFFERENT))
         if "penalties" in self.slots:
-            self._penalties(batch, policy, self._known(batch, slope), share)
+            self._penalties(batch, policy, self._known(batch, gain_slope), share)
 
     def _add(self, name: str, values: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + values.double().sum()
@@ -197,40 +198,6 @@ def _gradient(of: Tensor, at: Tensor) -> Tensor:
     """∂ of / ∂ at; zeros where one does not depend on the other."""
     gradient = torch.autograd.grad(of, at, retain_graph=True, allow_unused=True)[0] if of.requires_grad else None
     return torch.zeros_like(at) if gradient is None else gradient.detach()
-
-
-@dataclass(frozen=True)
-class MeteredObjective:
-    """An objective whose optimiser steps are measured. Every call is passed on."""
-
-    objective: ObjectiveProtocol
-    meter: SlotMeter
-
-    @property
-    def signals_with_gradient(self) -> frozenset[Signal]:
-        return self.objective.signals_with_gradient
-
-    @property
-    def signals_before_step(self) -> frozenset[Signal]:
-        return self.objective.signals_before_step
-
-    def plan(self, batch: Batch) -> Batch:
-        planned = self.objective.plan(batch)
-        self.meter.plan(planned)
-        return planned
-
-    def scales(self, batch: Batch, side_gradients: Mapping[str, Any]) -> Any:
-        return self.objective.scales(batch, side_gradients)
-
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
-        loss = self.objective(batch, policy)
-
-        def compute_stats() -> dict[str, Tensor]:
-            if Column.FREEZE_POLICY not in batch.columns:  # a step of the critics
-                self.meter.micro_batch(batch, policy)
-            return loss.stats
-
-        return replace(loss, compute_stats=compute_stats)
 
 
 # ------------------------------------------------------------ of rollouts

@@ -1,8 +1,8 @@
 """What a step leaves behind: the numbers that each update computes for its tokens (advantage, log-probability, entropy, gate,
 weight, gradient), how likely the tokens are afterwards, and metrics of its batch of rollouts.
 
-``TokenRecorder.watch`` wraps an objective. The wrapper passes every call on and only looks at detached copies of the results,
-so the weights of a run do not depend on it. Numbers stay on the device until the ledger writes them, which is while the next
+A ``TokenRecorder`` listens to an objective and only looks at detached copies of its results, so the weights of a run do not
+depend on it. Numbers stay on the device until the ledger writes them, which is while the next
 update computes. Does not know how they are stored or shown.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.algebra.objective import Loss, Objective
+from turnwise.algebra.objective import Objective
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
@@ -54,11 +54,19 @@ class TokenRecorder:
     updates: list[list[MicroBatchRecord]] = field(default_factory=list)
     after: dict[str, Tensor] = field(default_factory=dict)  # by trajectory: log-probabilities after the step
 
-    def watch(self, objective: Objective) -> RecordedObjective:
+    def watch(self, objective: Objective) -> Objective:
         states = objective.memory.state_dict()
         text = json.dumps(states, default=str)
         self.memory = json.loads(text) if len(text) <= MAX_MEMORY else {}
-        return RecordedObjective(objective, self)
+        self.objective = objective
+        return replace(objective, listeners=(*objective.listeners, self))
+
+    def planned(self, batch: Batch) -> None:
+        self.updates.append([])
+
+    def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field], slope: Tensor) -> None:
+        values = token_values(self.objective, batch, policy, slope)
+        self.updates[-1].append(MicroBatchRecord(batch.trajectory_ids, batch.tree.size(TOKEN, TRAJECTORY).x, values))
 
     def measure_after(self, learner: Learner, batch: Batch) -> dict[str, float]:
         """Log-probabilities under the weights after the step, by one forward pass; the seconds that it took.
@@ -117,45 +125,6 @@ class TokenRecorder:
         self.updates.clear()
         self.after.clear()
         return stored
-
-
-@dataclass(frozen=True)
-class RecordedObjective:
-    """An objective whose micro-batches are recorded."""
-
-    objective: Objective
-    recorder: TokenRecorder
-
-    @property
-    def signals_with_gradient(self) -> frozenset[Signal]:
-        return self.objective.signals_with_gradient
-
-    @property
-    def signals_before_step(self) -> frozenset[Signal]:
-        return self.objective.signals_before_step
-
-    def plan(self, batch: Batch) -> Batch:
-        self.recorder.updates.append([])
-        return self.objective.plan(batch)
-
-    def scales(self, batch: Batch, side_gradients: Mapping[str, Any]) -> Any:
-        return self.objective.scales(batch, side_gradients)
-
-    def __call__(self, batch: Batch, policy: Mapping[Signal, Field]) -> Loss:
-        loss, gradients, logp = self.objective(batch, policy), list[Tensor](), policy[Signal.LOGP].x
-        if loss.loss.requires_grad and logp.requires_grad:
-            logp.register_hook(gradients.append)  # side losses are differentiated first: the last gradient counts
-        micro_batches = self.recorder.updates[-1]
-
-        def compute_stats() -> dict[str, Tensor]:
-            stats = loss.stats
-            slope = gradients[-1] if gradients else torch.zeros_like(logp)
-            values = token_values(self.objective, batch, policy, slope)
-            sizes = batch.tree.size(TOKEN, TRAJECTORY).x
-            micro_batches.append(MicroBatchRecord(batch.trajectory_ids, sizes, values))
-            return stats
-
-        return replace(loss, compute_stats=compute_stats)
 
 
 @torch.no_grad()
