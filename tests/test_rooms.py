@@ -22,7 +22,7 @@ MAY_IMPORT = {  # room: rooms below it, or single files of a room ("data.replay"
     "errors": "",
     "maths": "",
     "workers": "errors",
-    "config": "errors",
+    "config": "errors core.limits core.records",
     "core": "errors maths",
     "algebra": CORE,
     "credit": f"{CORE} algebra",

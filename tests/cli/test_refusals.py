@@ -67,7 +67,7 @@ REFUSED = {  # command, and a part of what it must say
     "train grpo --lora-rank 4": "peft",
     "train grpo --cluster nonsense": "write local, or the HOST:PORT",
     "train grpo --cluster local,generator=2": "generators",
-    "train grpo --cluster local,generators=0": "at least 1",
+    "train grpo --cluster local,generators=0": "a number >= 1",
     "train grpo --cluster local,placement=heap": "placement is 'heap'",
     "train grpo --cluster local": "pip install 'turnwise-rl[ray]'",
     "train grpo --trackers nonsense": "no tracker",

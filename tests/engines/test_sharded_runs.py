@@ -26,7 +26,7 @@ SMALL = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ranks": 0}, "ranks is 0; write at least 1"),
+        ({"ranks": 0}, "ranks is 0; write a number >= 1"),
         ({"ranks": 7}, r"ranks is 7, and a step has 6 trajectories \(2 groups of 3\).*write --ranks 6 or fewer"),
         ({"ranks": 2, "method": "vcpo"}, "vcpo cannot learn on 2 ranks: it needs the gradient norm.*write --ranks 1"),
         ({"ranks": 2, "method": "alp"}, "alp cannot learn on 2 ranks: it adds noise"),

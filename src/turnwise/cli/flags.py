@@ -143,8 +143,8 @@ def _our_flag(word: str) -> str:
 def with_flags(message: str) -> str:
     """A message that begins with the name of a setting, with its flag instead: a reader of the command line typed the flag.
 
-    >>> with_flags("checkpoint_every is 0; write at least 1")
-    '--checkpoint-every is 0; write at least 1'
+    >>> with_flags("checkpoint_every is 0; write a number >= 1")
+    '--checkpoint-every is 0; write a number >= 1'
     """
     name, verb, rest = message.partition(" is ")
     with_flag = {f.name for f in fields(Settings)} - NO_FLAGS

@@ -9,41 +9,26 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+from turnwise.core.limits import Limit
 from turnwise.errors import SettingError, nearest
 
 EXAMPLES = {int: "a whole number, such as 4", float: "a number, such as 0.1 or 1e-5", bool: "true or false"}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-LIMITS: dict[str, Callable[[Any], bool]] = {  # a limit is declared by the words that tell what to write
-    "at least 1": lambda value: value >= 1,
-    "0 or more": lambda value: value >= 0,
-    "0 or a positive number": lambda value: 0 <= value < math.inf,
-    "a positive number of seconds": lambda value: value > 0,
-    "a finite number": math.isfinite,
-    "a number between 0 and 1": lambda value: 0 < value < 1,
-    "a number from 0 to below 1": lambda value: 0 <= value < 1,
-    "a multiple of 16": lambda value: value >= 16 and value % 16 == 0,
-    "a positive number": lambda value: value > 0,
-    "0 for greedy, or a positive number": lambda value: 0 <= value < math.inf,
-    "a number in (0, 1]": lambda value: 0 < value <= 1,
-    "-1 or more": lambda value: value >= -1,
-    "at most 1024": lambda value: value <= 1024,
-    "a whole number of at most 63 bits": lambda value: abs(value) < 1 << 63,  # what generators of random numbers take
-}
-Positive = Annotated[int, "at least 1"]
-Count = Annotated[int, "0 or more"]
-Rate = Annotated[float, "0 or a positive number"]
-Seconds = Annotated[float, "a positive number of seconds"]
-Temperature = Annotated[float, "0 for greedy, or a positive number"]
+Positive = Annotated[int, Limit(least=1)]
+Count = Annotated[int, Limit(least=0)]
+Share = Annotated[float, Limit(least=0, below=1)]
+Rate = Annotated[float, Limit(least=0, below=math.inf)]
+Seconds = Annotated[float, Limit(above=0)]
+Finite = Annotated[float, Limit(above=-math.inf, below=math.inf)]
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``: text is parsed, anything else must already have the type. A kind with a limit
-    (``Annotated[int, "at least 1"]``) refuses what lies outside."""
-    limits: list[str] = []
+    (``Annotated[int, Limit(least=1)]``) refuses what lies outside."""
+    limits: list[Limit] = []
     if typing.get_origin(kind) is Annotated:
         kind, *limits = typing.get_args(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -52,9 +37,8 @@ def convert(name: str, value: Any, kind: Any) -> Any:
             value = value if isinstance(value, kind) else kind.read(name, value)
         else:
             value = _convert(value, kind)
-        # a word such as "auto" is no number to limit
-        broken = next((limit for limit in limits if not isinstance(value, str) and not LIMITS[limit](value)), "")
-        wrong = f" is {value}; write {broken}" if broken else ""
+        cure = next((cure for limit in limits if (cure := limit.cure(value))), "")
+        wrong = f" is {value}; write {cure}" if cure else ""
     except SettingError:  # a type with a text of its own has said what to write
         raise
     except (ValueError, TypeError, OverflowError):

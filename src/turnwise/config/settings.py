@@ -14,10 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from turnwise.config.convert import Count, Positive, Rate, Seconds, Temperature, convert
+from turnwise.config.convert import Count, Finite, Positive, Rate, Seconds, Share, convert
 from turnwise.config.values import Cluster, ModelName, Opponents, SettingValue, Staleness
+from turnwise.core.limits import LIMIT, Limit
+from turnwise.core.records import Sampling
 from turnwise.errors import SettingError, nearest
 
+SAMPLING = {f.name: f.metadata.get(LIMIT) for f in fields(Sampling)}
+WORD = Limit(above=-(2**63), below=2**63, why="generators of random numbers take 64 bits")
 SAME_SETTING = {  # TRL's names of settings that mean the same there with the same values: accepted everywhere
     "learning_rate": "lr", "max_steps": "steps", "num_generations": "group_size", "max_grad_norm": "clip_norm",
     "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "num_iterations": "epochs", "save_steps": "checkpoint_every",
@@ -118,11 +122,11 @@ class ModelSection:
 class TinySection:
     """The tiny model, and the cold start."""
 
-    hidden: Annotated[int, "a multiple of 16"] = setting(192, "width of the tiny model")
+    hidden: Annotated[int, Limit(least=16, multiple_of=16)] = setting(192, "width of the tiny model")
     layers: Positive = setting(2, "layers of the tiny model")
     vocabulary: Positive = setting(512, "entries of the tiny tokenizer")
     copying: bool = setting(False, "start attention heads of the tiny model as copying heads: it learns to copy sooner")
-    cold_steps: Annotated[int, "-1 or more"] = setting(
+    cold_steps: Annotated[int, Limit(least=-1)] = setting(
         -1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others"
     )
     cold_batch: Positive = setting(48, "demonstrations per supervised step")
@@ -142,9 +146,7 @@ class DataSection:
         "without, preference pairs or dialogues to learn from, without rollouts",
     )
     eval_data: str = setting("", "rows that are only evaluated on; empty: a share of --data is held out")
-    held_out_share: Annotated[float, "a number from 0 to below 1"] = setting(
-        0.1, "share of the prompts of --data that is held out, by content"
-    )
+    held_out_share: Share = setting(0.1, "share of the prompts of --data that is held out, by content")
     tools: tuple[str, ...] = setting(
         (), "tools for the prompts of --data: python (an isolated interpreter), file.py:function, module:function"
     )
@@ -155,7 +157,7 @@ class DataSection:
     solutions: str = setting(
         "", "solutions for guidance: the folder of a run, or a file of dialogues; empty: the environment's or rows' own"
     )
-    demo_share: Annotated[float, "a number between 0 and 1"] = setting(
+    demo_share: Annotated[float, Limit(above=0, below=1)] = setting(
         0.2, "share of the batch for demonstrations that belong to no task of the environment"
     )
 
@@ -175,9 +177,7 @@ class RewardSection:
         "fail",
         "where a reward function raises, hangs or crashes: fail (the trajectory is dropped), or a number to give",
     )
-    env_reward_weight: Annotated[float, "a finite number"] = setting(
-        1.0, "weight of the environment's own reward beside --reward"
-    )
+    env_reward_weight: Finite = setting(1.0, "weight of the environment's own reward beside --reward")
     judge: str = setting(
         "",
         "judge of finished episodes: http://HOST/v1, policy (itself), or first_error:FOLDER, a model that names a wrong step",
@@ -189,9 +189,7 @@ class RewardSection:
     judge_mode: Literal["each", "group"] = setting(
         "each", "each: every episode alone; group: all episodes of a task in one verdict"
     )
-    judge_weight: Annotated[float, "a finite number"] = setting(
-        1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn"
-    )
+    judge_weight: Finite = setting(1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn")
     judge_seconds: Seconds = setting(120.0, "time limit of one reply of the judge, in seconds")
     judge_key_env: str = setting("", "environment variable that holds the key of the judge's server; empty: no key")
 
@@ -217,10 +215,10 @@ class AmountSection:
 class RolloutSection:
     """Sampling."""
 
-    temperature: Temperature = setting(1.0, "sampling temperature")
-    top_p: Annotated[float, "a number in (0, 1]"] = setting(1.0, "nucleus sampling")
-    top_k: Count = setting(0, "sample from the k most probable tokens; 0: off")
-    min_p: Annotated[float, "a number from 0 to below 1"] = setting(
+    temperature: Annotated[float, SAMPLING["temperature"]] = setting(1.0, "sampling temperature")
+    top_p: Annotated[float, SAMPLING["top_p"]] = setting(1.0, "nucleus sampling")
+    top_k: Annotated[int, SAMPLING["top_k"]] = setting(0, "sample from the k most probable tokens; 0: off")
+    min_p: Annotated[float, SAMPLING["min_p"]] = setting(
         0.0, "drop tokens less probable than this share of the most probable one"
     )
     response_format: str = setting(
@@ -262,7 +260,7 @@ class LearnerSection:
     )
     warmup: Count = setting(3, "warm-up steps of the learning rate")
     weight_decay: Rate = setting(0.0, "AdamW weight decay")
-    clip_norm: Annotated[float, "a positive number"] = setting(1.0, "gradient norm is clipped to this")
+    clip_norm: Annotated[float, Limit(above=0)] = setting(1.0, "gradient norm is clipped to this")
     critic: Literal["shared", "separate"] = setting(
         "shared", "shared: a value head on the policy's hidden states; separate: a model of its own"
     )
@@ -280,7 +278,7 @@ class LearnerSection:
         False, "gradient checkpointing: recompute layers in the backward pass (less memory, more time)"
     )
     offload: bool = setting(False, "keep the optimiser state in host memory between steps")
-    mismatch_tolerance: Annotated[float, "0 or more"] = setting(
+    mismatch_tolerance: Annotated[float, Limit(least=0)] = setting(
         0.0, "largest mean log-probability difference between generator and learner; 0: set by their precision"
     )
 
@@ -291,7 +289,7 @@ class EvaluationSection:
 
     eval_tasks: Count = setting(200, "held-out tasks to evaluate on before and after; 0: no evaluation")
     eval_samples: Positive = setting(1, "trajectories per held-out task (pass@k, majority@k)")
-    eval_temperature: Temperature = setting(1.0, "sampling temperature of the evaluation")
+    eval_temperature: Annotated[float, SAMPLING["temperature"]] = setting(1.0, "sampling temperature of the evaluation")
     eval_every: Count = setting(0, "steps between evaluations during training; 0: none")
 
 
@@ -300,7 +298,7 @@ class MachineSection:
     """The machine."""
 
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
-    threads: Annotated[int, "0 or more", "at most 1024"] = setting(
+    threads: Annotated[int, Limit(least=0, most=1024)] = setting(
         0, "CPU threads of the learner and generator; 0: measured when the run starts"
     )
     ranks: Positive = setting(
@@ -311,7 +309,7 @@ class MachineSection:
         "run on Ray: local, or HOST:PORT of a cluster, with ,generators=2,environments=4,cpus=1,gpus=0,placement=pack|spread,"
         "restarts=100; empty: no cluster",
     )
-    seed: Annotated[int, "a whole number of at most 63 bits"] = setting(0, "random seed of the whole run")
+    seed: Annotated[int, WORD] = setting(0, "random seed of the whole run")
 
 
 @dataclass(frozen=True, kw_only=True)

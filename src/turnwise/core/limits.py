@@ -16,56 +16,61 @@ from typing import Any, dataclass_transform
 from turnwise.errors import RecipeError
 
 LIMIT = "limit"
-COMPARES = {"above": operator.gt, "least": operator.ge, "below": operator.lt, "most": operator.le}
-SIGNS = {"above": ">", "least": ">=", "below": "<", "most": "<="}
+COMPARES = {  # the lower side first
+    "above": operator.gt, "least": operator.ge, "below": operator.lt, "most": operator.le,
+    "multiple_of": lambda value, step: value % step == 0,
+}  # fmt: skip
+SIGNS = {"above": ">", "least": ">=", "below": "<", "most": "<=", "multiple_of": "that is a multiple of"}
 BRACKETS = {"above": "(", "least": "[", "below": ")", "most": "]"}
 
 
-def number(
-    default: Any = MISSING,
-    *,
-    above: float | str | None = None,
-    least: float | str | None = None,
-    below: float | str | None = None,
-    most: float | str | None = None,
-    why: str = "",
-) -> Any:
-    """A field that holds a number inside these bounds; a name stands for another field. Anything that is no number (None, a
-    weight that changes) passes. ``why``: what the refusal adds, such as what the number means."""
-    sides = {"above": above, "least": least, "below": below, "most": most}
-    bounds = {side: bound for side, bound in sides.items() if bound is not None}
-    return field(default=default, metadata={LIMIT: (bounds, why)})
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The bounds of a number, where a name stands for another field; or the options of a choice."""
+
+    above: float | str | None = None
+    least: float | str | None = None
+    below: float | str | None = None
+    most: float | str | None = None
+    multiple_of: int | None = None
+    options: tuple[Any, ...] = ()
+    why: str = ""  # what a refusal adds, such as what the number means
+
+    def cure(self, value: Any, owner: Any = None, or_else: str = "") -> str:
+        """What to write instead of a value outside; "" for one inside. What is no number (None, "auto", a weight that changes)
+        passes."""
+        if self.options:
+            return "" if value in self.options else " or ".join(map(str, self.options))
+        declared = {side: bound for side in COMPARES if (bound := getattr(self, side)) is not None}
+        bounds = {side: getattr(owner, b) if isinstance(b, str) else b for side, b in declared.items()}
+        numbers = [x for x in (value, *bounds.values()) if isinstance(x, int | float)]
+        if len(numbers) <= len(bounds) or all(COMPARES[side](value, bound) for side, bound in bounds.items()):
+            return ""
+        named = "".join(f" ({b} is {bounds[side]})" for side, b in declared.items() if isinstance(b, str))
+        span = " ".join(f"{SIGNS[side]} {bound}" for side, bound in declared.items())
+        if len(declared) == 2 and declared.keys() <= BRACKETS.keys():
+            low, high = declared
+            span = f"in {BRACKETS[low]}{declared[low]}, {declared[high]}{BRACKETS[high]}"
+        return f"a number {span}{named}{or_else}{self.why and ': ' + self.why}"
+
+
+def number(default: Any = MISSING, **limit: Any) -> Any:
+    """A field that holds a number inside the bounds of a ``Limit``."""
+    return field(default=default, metadata={LIMIT: Limit(**limit)})
 
 
 def choice(*options: Any, default: Any = None) -> Any:
     """A field that holds one of these; the first one unless another default is given."""
-    return field(default=options[0] if default is None else default, metadata={LIMIT: options})
+    return field(default=options[0] if default is None else default, metadata={LIMIT: Limit(options=options)})
 
 
-def check_limits(owner: Any) -> None:
-    """Raise a RecipeError for the first field of a dataclass that holds something else than it declares."""
+def check_limits(owner: Any, fault: type[Exception] = RecipeError) -> None:
+    """Raise for the first field of a dataclass that holds something else than it declares."""
     for f in fields(owner):
-        limit, value = f.metadata.get(LIMIT), getattr(owner, f.name)
-        head = f"{type(owner).__name__}: {f.name} is {value!r}"
-        if limit is None:
-            continue
-        if not isinstance(limit[0], dict):
-            if value not in limit:
-                raise RecipeError(f"{head}; write {' or '.join(map(str, limit))}")
-            continue
-        declared, why = limit
-        bounds = {side: getattr(owner, b) if isinstance(b, str) else b for side, b in declared.items()}
-        numbers = [x for x in (value, *bounds.values()) if isinstance(x, int | float)]
-        if len(numbers) <= len(bounds) or all(COMPARES[side](value, bound) for side, bound in bounds.items()):
-            continue
-        named = "".join(f" ({b} is {bounds[side]})" for side, b in declared.items() if isinstance(b, str))
-        if len(declared) == 2:  # an interval: the lower side is declared first
-            (low, bottom), (high, top) = declared.items()
-            span = f"in {BRACKETS[low]}{bottom}, {top}{BRACKETS[high]}"
-        else:
-            span = " ".join(f"{SIGNS[side]} {bound}" for side, bound in declared.items())
-        none = ", or None" if "None" in str(f.type) else ""
-        raise RecipeError(f"{head}; write a number {span}{named}{none}{why and ': ' + why}")
+        if (limit := f.metadata.get(LIMIT)) is not None:
+            value = getattr(owner, f.name)
+            if cure := limit.cure(value, owner, ", or None" if "None" in str(f.type) else ""):
+                raise fault(f"{type(owner).__name__}: {f.name} is {value!r}; write {cure}")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))

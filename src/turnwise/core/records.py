@@ -9,11 +9,13 @@ These records do not know how anything is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from turnwise.core.limits import check_limits, number
 from turnwise.errors import RecordError
 
 Message = dict[str, Any]
@@ -76,27 +78,18 @@ class Task:
 class Sampling:
     """Sampling parameters. The recorded log-probability is that of exactly this distribution."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 64
+    temperature: float = number(1.0, least=0, below=math.inf, why="0 is greedy")
+    top_p: float = number(1.0, above=0, most=1)
+    top_k: int = number(0, least=0, why="0 is off")
+    min_p: float = number(0.0, least=0, below=1)
+    max_tokens: int = number(64, least=1)
     stop: tuple[str, ...] = ()
     entropy: bool = False  # also report entropy and confidence of the policy at each token, before any truncation
     grammar: str = ""  # what the text of the turn must match, "json_schema:…", "regex:…", "lark:…"; "": nothing
     begun: int = 0  # ids at the end of the prompt that this turn has already: its grammar has read them
 
     def __post_init__(self) -> None:
-        limits = (
-            ("temperature", self.temperature >= 0, "0 for greedy, or a positive number"),
-            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("top_k", self.top_k >= 0, "0 for off, or a positive count"),
-            ("min_p", 0 <= self.min_p < 1, "a number in [0, 1)"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-        )
-        for name, ok, cure in limits:
-            if not ok:
-                raise RecordError(f"{name} is {getattr(self, name)}; write {cure}")
+        check_limits(self, RecordError)
 
     @property
     def greedy(self) -> bool:

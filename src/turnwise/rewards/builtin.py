@@ -224,24 +224,47 @@ def _needed(reward: str, package: str) -> Any:
 
 
 def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
-    """1 if the final answer is mathematically equal to the reference (package math-verify)."""
+    """1 if the final answer is mathematically equal to the reference (package math-verify). Without a box, a tag or ####, the
+    final answer is what the last sentence says."""
     if answer is None:
         return None
     text = THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
-    boxed = last_box(text)
-    equal = _same_maths(final_answer(str(answer)), boxed if boxed is not None else final_answer(text))
+    last = last_box(text)
+    if last is None and (last := final_answer(text)) == text:
+        last = re.split(r"(?<=[.!?])\s+|\n", text.strip())[-1]
+        if (one := ONE_NUMBER.fullmatch(last)) and not MEANT & set(re.findall("[a-z]+", last.lower())):
+            last = one[1]
+    equal = _same_maths(final_answer(str(answer)), last)
     return {"score": float(equal), "success": equal}
 
 
-# The library takes the last number that it can read and passes over these: a text that has them says something else.
-PASSED_OVER = re.compile(
-    r"\\not\b|\\neq?\b|\\neg\b|\\mid\b|\\to\b|≠|→|\bnot\b|\.\.|'|(?<=[0-9])_|(?<=[0-9])\s*\|\s*(?=[0-9])|\?"
-    r"|(?:[-+*/^]|\\(?:cdot|times|div))[\s.$}]*$"
+# What an answer may be. The library takes the last thing that it can read and passes over the rest, so what is not listed here is
+# no answer, unless the reference has it, too.
+COMMANDS = frozenset(
+    r"""\frac \sqrt \pi \infty \cdot \times \div \pm \cup \cap \binom \{ \} \% \sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan
+    \sinh \cosh \tanh \log \ln \exp + - * / ^ ( ) [ ] { } ! ,""".split()
 )
-RELATION = re.compile(r"[<>≤≥≈]|\\(?:l|g)(?:eq?|eqslant|t)?\b|\\(?:approx|simeq|sim|equiv|propto)\b")
-UNIT = re.compile(
-    r"[0-9][\s\\,~}]*(?:\\(?:text|mathrm|mbox|textrm)\s*\{)?[\s\\,]*([A-Za-z]+)[\s.}]*(?:\^\s*\{?([0-9])\}?)?[\s.}]*$"
+RELATIONS = frozenset(r"< > \le \ge \leq \geq \leqslant \geqslant \lt \gt".split())
+SPELLINGS = tuple(  # other ways to write the same, in the order in which they are replaced
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        ("[−–]", "-"), ("×", r"\\times "), ("[·⋅]", r"\\cdot "), ("÷", r"\\div "), ("π", r"\\pi "), ("∞", r"\\infty "),
+        ("∪", r"\\cup "), ("≤", r"\\le "), ("≥", r"\\ge "), ("±", r"\\pm "), (r"√\s*([0-9A-Za-z]+|\([^()]*\))", r"\\sqrt{\1}"),
+        (r"\\(?:text|mathrm|mbox|textrm|textbf|textit|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 "), (r"\\[dtc]frac", r"\\frac"),
+        (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])|\\?\$|\\!|\*\*|`", ""), (r"\{[bB]matrix\}", "{pmatrix}"),
+        (r"\{,\}", ","), (r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
+        (r"\s*\^?\s*\{?\s*(?:\\circ|°)\s*\}?|(?<=[0-9])\s*\b[Dd]egrees?\b", ""),
+        (r"\s*(?:\\?%|\b[Pp]er ?cent\b)(?=[\s.,)\]]*$)", r"\\%"), (r"\s*\b(?:or|and)\b\s*|(?<=[0-9]);", ", "),
+        (r"(?<=[0-9])\s+([0-9]+)/([0-9]+)(?![0-9])", r"\\frac{\1}{\2}"), (r"\^\s*([0-9]+|[A-Za-z])", r"^{\1}"), (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
+        (r"^\s*([-+]?[0-9.]+)[eE]([-+]?[0-9]{1,3})[\s.]*$", r"\1 \\times 10^{\2}"),
+    )
+)  # fmt: skip
+LEAD = re.compile(
+    r"^[\s*#]*(?:(?:so|thus|therefore|hence|the|final|correct|answer|result|value|solution|it|that|this|we|get|have|gives?|is|are|"
+    r"equals?|to|be)\b[\s,:]*)+",
+    re.IGNORECASE,
 )
+NOUN = re.compile(r"(?:(?<=[0-9)}.%])|(?<=\\pi))\s*([A-Za-z]+(?:[\s/.]+[A-Za-z]+)*)[\s.]*(?:\^\s*\{([0-9])\})?[\s.]*$")
 UNITS = {  # words of one unit; the library drops them all
     word: words[0]
     for words in map(str.split, (
@@ -251,56 +274,110 @@ UNITS = {  # words of one unit; the library drops them all
     ))
     for word in words
 }  # fmt: skip
-LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
-SUMMAND = re.compile(r"[-+*/^(]\s*([A-Za-z])(?![A-Za-z])")  # a letter that takes part in a calculation
-# a question is no answer to itself: 48 + 14 is equal to 62. Scientific notation is a number
-CALCULATION = re.compile(r"[0-9)}]\s*(?:[-+*×·]|\\(?:times|cdot|div)\b(?!\s*10\s*\^))\s*[0-9({\\]")
-WORD = re.compile(r"(?:\\text\s*\{)?\s*([A-Z]{2,})\s*\}?")  # which the library reads as a product of letters
+MEANT = frozenset(  # words that are part of what is said, and no noun behind it
+    """not no or wrong false to of than thousand million billion trillion hundred dozen half halves third thirds quarter quarters tenths
+    hundredths squared cubed times plus minus over mod more less fewer most least about pi ish repeating""".split()
+)
+ONE_NUMBER = re.compile(r"[A-Za-z ,:'$*]*?(-?[0-9][0-9,.]*%?[A-Za-z ,$]*)[.!*]*")  # a sentence with one number
+TOKEN = re.compile(r"(?:[A-Za-z]|\\log)_(?:\w|\{\w+\})|\\[A-Za-z]+|\\.|[0-9]*\.?[0-9]+|[A-Za-z]+|\S", re.DOTALL)
+NAME = re.compile(r"\s*(?:\\(?:angle|triangle)\s*)?[A-Za-z][A-Za-z ]*'?(?:_\w|_\{\w+\})?\s*(?:\([^()]{0,20}\))?\s*")
+BETWEEN = r"\s*(?:\*|\\(?:times|cdot|div)(?![A-Za-z])(?!\s*10\s*\^))\s*"
+# a question is no answer to itself: 48 + 14 is equal to 62
+CALCULATIONS = tuple(map(re.compile, (
+    r"[0-9A-Za-z)}!]\s*(?:[-+]|\\pm)\s*[0-9A-Za-z({\\]", rf"[0-9)}}!]{BETWEEN}[0-9(]|[0-9)]\s*\(\s*[0-9.]+\s*\)", r"[0-9]\s+[0-9]",
+)))  # fmt: skip
 
 
 def _same_maths(reference: str, answer: str) -> bool:
-    if len(PASSED_OVER.findall(answer)) != len(PASSED_OVER.findall(reference)):
+    if len(answer) > 200 + 4 * len(reference):
         return False
-    if RELATION.search(answer) and not RELATION.search(reference):
+    wanted, said = _plain(reference), _plain(answer)
+    letters = re.sub(r"[\s().]", "", wanted)
+    if letters.isalpha() and (
+        len(letters) > 2 or len(letters) == 1 or letters.isupper()
+    ):  # which the library reads as a product
+        return (
+            said.strip("(). ") == letters
+            if len(letters) == 1
+            else normalise(said.strip("()")) == normalise(wanted.strip("()"))
+        )
+    (wanted, unit), (said, unit_said) = _without_noun(wanted), _without_noun(said)
+    if any(MEANT & set(u) for u in (unit, unit_said)) and unit != unit_said:
         return False
-    if WORD.fullmatch(reference.strip()):
-        return normalise(re.sub(r"\\text\s*|[{}]", "", answer)) == normalise(re.sub(r"\\text\s*|[{}]", "", reference))
-    plain = [THOUSANDS.sub("", text.strip()) for text in (reference, answer)]
-    if all(NUMBER.fullmatch(text) for text in plain):  # the library rounds
-        return Decimal(plain[0]) == Decimal(plain[1])
-    if NUMBER.fullmatch(plain[0]) and CALCULATION.search(" ".join(answer.split("=")[-1].split())):
+    if unit and unit_said and unit != unit_said and {*unit, *unit_said} & {*UNITS.values(), "^"}:
         return False
-    units = {_unit(text) for text in (reference, answer)} - {None}
-    sides, wanted = answer.split("="), reference.split("=")
-    if len(units) > 1 or (len(wanted) > 1 and len(sides) == 1 and len(LETTER.findall(wanted[0])) > 1):
-        return False  # other units, or a number for an equation
-    if not set(SUMMAND.findall(sides[-1])) <= set(re.findall("[A-Za-z]", reference)):
-        return False  # 12 + c is no 12
+    numbers = [THOUSANDS.sub("", text) for text in (wanted, said)]
+    if all(map(NUMBER.fullmatch, numbers)):  # the library rounds
+        return Decimal(numbers[0]) == Decimal(numbers[1])
+    wanted, said = (number if NUMBER.fullmatch(number) else text for number, text in zip(numbers, (wanted, said)))
+    (value, sides), (value_said, sides_said) = _solved(wanted), _solved(said)
+    if value is None or value_said is None:  # an equation
+        return value is value_said and _listed(said, wanted) and _verified(wanted, said)
     # of 8 = 7 the library reads the 7: each side that is a number must be the answer
-    numbers = (
-        [side for side in sides if side.strip() and not LETTER.search(side)] if len(wanted) == 1 < len(sides) else []
+    return _listed(value_said, value) and all(_verified(value, side) for side in (value_said, *sides_said[:8]))
+
+
+def _plain(text: str) -> str:
+    """A text in one spelling, without its first words and a point behind it."""
+    for pattern, plain in SPELLINGS:
+        text = pattern.sub(plain, text)
+    text = re.sub(r"^\s*[a-zA-Z]\s*\\in(?![A-Za-z])", "", LEAD.sub("", text))
+    return text.strip(" \t\n*#:").removesuffix(".").strip()
+
+
+def _without_noun(text: str) -> tuple[str, tuple[str, ...]]:
+    """A value, and the words behind it: of units their first name, and a power."""
+    match = NOUN.search(text[-200:])
+    words = [w.lower() for w in re.split(r"[\s/.]+", match[1])] if match else []
+    units = tuple(UNITS.get(w) or UNITS.get(w.removesuffix("s")) or w for w in words)
+    if match is None or any(len(u) < 3 and u not in UNITS for u in units):  # 3x
+        return text, ()
+    return text[: len(text) - len(match[0])].strip(), (*units, *("^", match[2]) * bool(match[2]))
+
+
+def _solved(text: str) -> tuple[str | None, list[str]]:
+    """Of ``x = 14 / 2 = 7`` the last side, and of the others those that are numbers; None for an equation: no name or number is
+    on its left."""
+    parts = re.split(r",(?![^(\[{]*[)\]}])", text)
+    rows = [part.split("=") for part in (parts if all("=" in part for part in parts) else [text])]
+    number = lambda side: not re.search(r"(?<![\\A-Za-z])[A-Za-z]", side)  # noqa: E731
+    if any(len(row) > 1 and not NAME.fullmatch(row[0]) and not number(row[0]) for row in rows):
+        return None, []
+    if len(rows) == 1:
+        return rows[0][-1].strip(), [side for side in rows[0][:-1] if number(side)]
+    values = ", ".join(row[-1].strip() for row in sorted(rows, key=lambda row: row[0].strip()))
+    return values if len({row[0].strip() for row in rows}) < len(rows) else f"({values})", []
+
+
+def _listed(answer: str, reference: str) -> bool:
+    """Whether all that an answer consists of may be in one, or is in the reference."""
+    said, wanted = (
+        Counter(TOKEN.findall(re.sub(r"(?<![\w)}])\|([^|]*)\|", r"(\1)", text))) for text in (answer, reference)
     )
-    return _verified(reference, answer) and all(_verified(reference, side) for side in numbers[:8])
-
-
-def _unit(text: str) -> str | None:
-    if (match := UNIT.search(text[-200:])) is None:
-        return None
-    word, power = match[1].lower(), match[2] or ""
-    unit = UNITS.get(word) or UNITS.get(word.removesuffix("s"))
-    return unit and unit + power
+    letters = set(re.sub(r"\\[A-Za-z]+", "", reference))
+    words = {t for t in said if t[0].isalpha() or t.startswith("\\log_")}
+    if any(set(word.removeprefix("\\log")) - set("_{}") - letters for word in words):
+        return False
+    others = {t for t in said | wanted if not t[-1].isalnum() or t[0] == "\\"} - COMMANDS - RELATIONS - words
+    if any(said[t] != wanted[t] for t in others - {"="}):
+        return False
+    several, several_said, relation, relation_said = (
+        bool(kind & tokens.keys()) for kind in ({",", "\\pm"}, RELATIONS) for tokens in (wanted, said)
+    )
+    if (several_said and not several | relation) or (relation_said and not relation) or "{}" in answer.replace(" ", ""):
+        return False
+    if re.search(r"(?:[-+*/^]|\\(?:cdot|times|div|pm))\s*(?:$|[)}\],])", answer):
+        return False
+    bare = [re.sub(r"_(\w|\{\w+\})", "", text) for text in (answer, reference)]
+    return not any(calculation.search(bare[0]) and not calculation.search(bare[1]) for calculation in CALCULATIONS)
 
 
 def _verified(reference: str, answer: str) -> bool:
     library = _needed("math", "math-verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours are on
-    parsed = []
     try:
-        for text in (reference.strip(), answer.strip()):
-            # in the form that it reads best; a long text as it is: it finds the last expression
-            short = len(text) <= 200 and not any(mark in text for mark in ("$", "\\boxed", "\n"))
-            parsed.append(library.parse(f"${text}$" if short else text, parsing_timeout=None))
-        return bool(parsed[0]) and bool(library.verify(*parsed, timeout_seconds=None))
+        parsed = [library.parse(f"${text}$", parsing_timeout=None) for text in (reference, answer)]
+        return bool(parsed[0]) and bool(library.verify(*parsed, float_rounding=12, timeout_seconds=None))
     except Exception:  # an expression that cannot be read, or that SymPy cannot compare
         return False
 

@@ -6,15 +6,15 @@ Does not know where gradients come from: no batches, no objectives, no models be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from turnwise.errors import SettingError, nearest
+from turnwise.core.limits import check_limits, choice, number
+from turnwise.errors import SettingError
 
 SCHEDULES = ("constant", "linear", "cosine")
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -25,39 +25,30 @@ DTYPES = ("auto", "float32", "bfloat16", "float64", "fp8", "nf4")
 class LearnerSettings:
     """All settings of a learner. ``LearnerSettings(lr=3e-4, clip=1.0, positions=8192)``"""
 
-    lr: float = 1e-5
-    weight_decay: float = 0.0
+    lr: float = number(1e-5, least=0, below=math.inf)
+    weight_decay: float = number(0.0, least=0, below=math.inf)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip: float = 1.0  # maximum global gradient norm; infinity disables clipping
-    warmup: int = 0  # steps until the full learning rate
-    schedule: str = "constant"  # after the warm-up: constant, or decay to zero at total_steps: linear, cosine
-    total_steps: int | None = None
-    positions: int = 16384  # packed ids per micro-batch: affects memory, never the result
+    eps: float = number(1e-8, above=0)
+    clip: float = number(1.0, above=0)  # maximum global gradient norm; infinity disables clipping
+    warmup: int = number(0, least=0, below=math.inf)  # steps until the full learning rate
+    schedule: str = choice(*SCHEDULES)  # after the warm-up: constant, or decay to zero at total_steps: linear, cosine
+    total_steps: int | None = number(None, least=1, below=math.inf)
+    positions: int = number(
+        16384, least=1, below=math.inf
+    )  # packed ids per micro-batch: affects memory, never the result
     # auto: float32 on CPU, bfloat16 with float32 weights on CUDA; fp8: auto with fp8 layers; nf4: auto with frozen 4-bit weights
-    dtype: str = "auto"
-    lora_rank: int = 0  # 0 trains every weight
-    lora_alpha: float | None = None  # None: twice the rank
-    value_lr: float | None = None  # of the critic; None: lr
+    dtype: str = choice(*DTYPES)
+    lora_rank: int = number(0, least=0, below=math.inf)  # 0 trains every weight
+    lora_alpha: float | None = number(None, above=0)  # None: twice the rank
+    value_lr: float | None = number(None, least=0, below=math.inf)  # of the critic; None: lr
     recompute: bool = False  # activation checkpointing: keep only each layer's input
     offload: bool = False  # keep optimizer state in host memory between steps
-    follow: float = 0.1  # τ of the critic's target network: φ̄ ← (1 − τ) φ̄ + τ φ
+    follow: float = number(0.1, above=0, most=1)  # τ of the critic's target network: φ̄ ← (1 − τ) φ̄ + τ φ
 
     def __post_init__(self) -> None:
-        limits: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-            ("lr weight_decay warmup lora_rank value_lr", lambda x: 0 <= x < math.inf, "a number of at least 0"),
-            ("positions total_steps", lambda x: 1 <= x < math.inf, "a number of at least 1"),
-            ("eps clip lora_alpha", lambda x: x > 0, "a positive number"),
-            ("follow", lambda x: 0 < x <= 1, "a number in (0, 1]"),
-            ("betas", lambda pair: len(pair) == 2 and all(0 <= b < 1 for b in pair), "two numbers in [0, 1)"),
-        )
-        for names, holds, cure in limits:
-            for name in names.split():
-                if (value := getattr(self, name)) is not None and not holds(value):
-                    raise SettingError(f"{name} is {value}; write {cure}")
-        for name, choices in (("schedule", SCHEDULES), ("dtype", DTYPES)):
-            if getattr(self, name) not in choices:
-                raise SettingError(f"{name} is {getattr(self, name)!r}; {nearest(str(getattr(self, name)), choices)}")
+        check_limits(self, SettingError)
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise SettingError(f"betas is {self.betas}; write two numbers in [0, 1)")
         if self.schedule != "constant" and self.total_steps is None:
             raise SettingError(f"schedule {self.schedule!r} needs an end; write total_steps")
         if self.total_steps is not None and self.warmup > self.total_steps:
