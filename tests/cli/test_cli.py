@@ -263,7 +263,7 @@ def test_version(capsys):
         ("eval nowhere", "there is no run at nowhere"),
         ("eval", "say what to evaluate"),
         ("eval --player orakel", "no scripted policy 'orakel'"),
-        ("eval --player oracle --eval-tasks 0", "--eval-tasks is 0; write a number >= 1"),
+        ("eval --player oracle --eval-tasks 0", "--eval-tasks is 0; write at least 1"),
         ("eval --player oracle --split test", "no split 'test'"),
         ("eval --model ./no/such/model", "there is no such folder"),
         ("explain grop", "did you mean 'grpo'"),

@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Looks at an update while it is computed, and changes nothing about it."""
+    """Looks at an update and changes nothing about it. ``slope``: ∂ loss / ∂ log π of each token of a micro-batch."""
 
-    def planned(self, batch: Batch) -> None:
-        """The batch of one optimiser step, as it was planned."""
+    def planned(self, batch: Batch) -> None: ...
 
-    def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field], slope: Tensor) -> None:
-        """One micro-batch once its gradient is known. ``slope``: ∂ loss / ∂ log π of each token."""
+    def micro_batch(self, batch: Batch, policy: Mapping[Signal, Field], slope: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)

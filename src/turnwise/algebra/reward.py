@@ -36,9 +36,8 @@ class NamedReward(Term):
 
     def __call__(self, batch: Batch) -> Field:
         if self.name not in batch.reward_components:
-            raise SignalError(
-                f"no trajectory carries a reward named {self.name!r}; this batch has: {sorted(batch.reward_components)}"
-            )
+            names = sorted(batch.reward_components)
+            raise SignalError(f"no trajectory carries a reward named {self.name!r}; this batch has: {names}")
         return on_last_turn(batch.reward_components[self.name].map(lambda x: torch.nan_to_num(x, nan=0.0)))
 
 

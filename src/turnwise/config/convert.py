@@ -12,23 +12,23 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any
 
-from turnwise.core.limits import Limit
+from turnwise.core.limits import Bounds
 from turnwise.errors import SettingError, nearest
 
 EXAMPLES = {int: "a whole number, such as 4", float: "a number, such as 0.1 or 1e-5", bool: "true or false"}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-Positive = Annotated[int, Limit(least=1)]
-Count = Annotated[int, Limit(least=0)]
-Share = Annotated[float, Limit(least=0, below=1)]
-Rate = Annotated[float, Limit(least=0, below=math.inf)]
-Seconds = Annotated[float, Limit(above=0)]
-Finite = Annotated[float, Limit(above=-math.inf, below=math.inf)]
+Positive = Annotated[int, Bounds(least=1)]
+Count = Annotated[int, Bounds(least=0)]
+Share = Annotated[float, Bounds(least=0, below=1)]
+Rate = Annotated[float, Bounds(least=0, below=math.inf)]
+Seconds = Annotated[float, Bounds(above=0)]
+Finite = Annotated[float, Bounds(above=-math.inf, below=math.inf)]
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
     """``value`` as ``kind``: text is parsed, anything else must already have the type. A kind with a limit
-    (``Annotated[int, Limit(least=1)]``) refuses what lies outside."""
-    limits: list[Limit] = []
+    (``Annotated[int, Bounds(least=1)]``) refuses what lies outside."""
+    limits: list[Bounds] = []
     if typing.get_origin(kind) is Annotated:
         kind, *limits = typing.get_args(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

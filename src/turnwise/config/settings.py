@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 
 from turnwise.config.convert import Count, Finite, Positive, Rate, Seconds, Share, convert
 from turnwise.config.values import Cluster, ModelName, Opponents, SettingValue, Staleness
-from turnwise.core.limits import LIMIT, Limit
+from turnwise.core.limits import LIMIT, Bounds
 from turnwise.core.records import Sampling
 from turnwise.errors import SettingError, nearest
 
 SAMPLING = {f.name: f.metadata.get(LIMIT) for f in fields(Sampling)}
-WORD = Limit(above=-(2**63), below=2**63, why="generators of random numbers take 64 bits")
+WORD = Bounds(above=-(2**63), below=2**63, why="generators of random numbers take 64 bits")
 SAME_SETTING = {  # TRL's names of settings that mean the same there with the same values: accepted everywhere
     "learning_rate": "lr", "max_steps": "steps", "num_generations": "group_size", "max_grad_norm": "clip_norm",
     "lr_scheduler_type": "schedule", "warmup_steps": "warmup", "num_iterations": "epochs", "save_steps": "checkpoint_every",
@@ -122,11 +122,11 @@ class ModelSection:
 class TinySection:
     """The tiny model, and the cold start."""
 
-    hidden: Annotated[int, Limit(least=16, multiple_of=16)] = setting(192, "width of the tiny model")
+    hidden: Annotated[int, Bounds(least=16, multiple_of=16)] = setting(192, "width of the tiny model")
     layers: Positive = setting(2, "layers of the tiny model")
     vocabulary: Positive = setting(512, "entries of the tiny tokenizer")
     copying: bool = setting(False, "start attention heads of the tiny model as copying heads: it learns to copy sooner")
-    cold_steps: Annotated[int, Limit(least=-1)] = setting(
+    cold_steps: Annotated[int, Bounds(least=-1)] = setting(
         -1, "supervised steps before RL; -1: 100 for the tiny model, 0 for others"
     )
     cold_batch: Positive = setting(48, "demonstrations per supervised step")
@@ -157,7 +157,7 @@ class DataSection:
     solutions: str = setting(
         "", "solutions for guidance: the folder of a run, or a file of dialogues; empty: the environment's or rows' own"
     )
-    demo_share: Annotated[float, Limit(above=0, below=1)] = setting(
+    demo_share: Annotated[float, Bounds(above=0, below=1)] = setting(
         0.2, "share of the batch for demonstrations that belong to no task of the environment"
     )
 
@@ -260,7 +260,7 @@ class LearnerSection:
     )
     warmup: Count = setting(3, "warm-up steps of the learning rate")
     weight_decay: Rate = setting(0.0, "AdamW weight decay")
-    clip_norm: Annotated[float, Limit(above=0)] = setting(1.0, "gradient norm is clipped to this")
+    clip_norm: Annotated[float, Bounds(above=0)] = setting(1.0, "gradient norm is clipped to this")
     critic: Literal["shared", "separate"] = setting(
         "shared", "shared: a value head on the policy's hidden states; separate: a model of its own"
     )
@@ -278,7 +278,7 @@ class LearnerSection:
         False, "gradient checkpointing: recompute layers in the backward pass (less memory, more time)"
     )
     offload: bool = setting(False, "keep the optimiser state in host memory between steps")
-    mismatch_tolerance: Annotated[float, Limit(least=0)] = setting(
+    mismatch_tolerance: Annotated[float, Bounds(least=0)] = setting(
         0.0, "largest mean log-probability difference between generator and learner; 0: set by their precision"
     )
 
@@ -298,7 +298,7 @@ class MachineSection:
     """The machine."""
 
     device: str = setting("auto", "cpu, cuda, or auto: cuda when present")
-    threads: Annotated[int, Limit(least=0, most=1024)] = setting(
+    threads: Annotated[int, Bounds(least=0, most=1024)] = setting(
         0, "CPU threads of the learner and generator; 0: measured when the run starts"
     )
     ranks: Positive = setting(

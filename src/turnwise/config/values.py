@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from turnwise.config.convert import Count, Positive, convert
 from turnwise.config.named_object import GIVEN_OBJECT
-from turnwise.core.limits import Limit
+from turnwise.core.limits import Bounds
 from turnwise.errors import SettingError, nearest
 
 WAIT, DROP, KEEP = LATE = ("wait", "drop", "keep")
@@ -171,7 +171,7 @@ class Cluster(SettingValue):
     address: str = ""
     generators: Positive = option(1)
     # actors that play; 0: the learner's process does
-    environments: Annotated[int | Literal["auto"], Limit(least=0)] = option(0)
+    environments: Annotated[int | Literal["auto"], Bounds(least=0)] = option(0)
     cpus: Positive = option(1)  # reserved for each generator; an environment actor takes one
     gpus: Count = option(0)
     placement: Literal["pack", "spread"] = option("pack")

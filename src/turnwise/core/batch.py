@@ -123,9 +123,8 @@ class Batch:
 
     def __getitem__(self, name: Any) -> Field:
         if name not in self.columns:
-            raise SignalError(
-                f"{name!r} is not on this batch; a piece that uses it must declare it (has: {sorted(map(str, self.columns))})"
-            )
+            names = sorted(map(str, self.columns))
+            raise SignalError(f"{name!r} is not on this batch; a piece that uses it must declare it (has: {names})")
         return self.columns[name]
 
     def put(self, columns: Mapping[Any, Field] | None = None, /, **named: Field) -> Batch:

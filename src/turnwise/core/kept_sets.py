@@ -31,9 +31,7 @@ class KeptSets:
     ids: Tensor  # [M] int32
     size: Tensor  # [N] ids of each token's set
     masks: Tensor | None = None  # [R, W] uint8; ids beyond the last bit are not allowed
-    mask_of: Tensor | None = (
-        None  # [N] row of ``masks``, −1: none. A listed set lies inside its mask, and stands for it
-    )
+    mask_of: Tensor | None = None  # [N] row of ``masks``, −1: none. A listed set stands for its mask, in which it lies
 
     @classmethod
     def of(
@@ -46,12 +44,10 @@ class KeptSets:
         if not any(recorded) and not any(masked):
             return None
         rows = [row for t, lists in zip(turns, recorded) for row in (t.kept if lists else [b""] * len(t.tokens))]
-        ids, size = (
-            torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32)
-            if any(rows)
-            else torch.empty(0, dtype=torch.int32),
-            torch.tensor([len(row) // 4 for row in rows]),
-        )
+        ids = torch.tensor([], dtype=torch.int32)
+        if any(rows):
+            ids = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32)
+        size = torch.tensor([len(row) // 4 for row in rows])
         if not any(masked):
             return cls(ids, size)
         numbers: dict[bytes, int] = {}  # few are distinct: a text is mostly inside strings

@@ -228,7 +228,7 @@ class Field:
             return self
         if level > self.level:
             raise LevelError(
-                f"a field at {self.level!r} cannot be broadcast up to {level!r}; reduce it: .mean({level!r}), .sum ..."
+                f"a field at {self.level!r} cannot be broadcast to {level!r}; reduce it: .mean({level!r}), .sum ..."
             )
         return Field(self.tree, level, self.x[self.tree.ancestor(level, self.level)])
 

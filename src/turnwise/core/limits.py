@@ -10,22 +10,21 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field, fields
 from typing import Any, dataclass_transform
 
 from turnwise.errors import RecipeError
 
 LIMIT = "limit"
-COMPARES = {  # the lower side first
-    "above": operator.gt, "least": operator.ge, "below": operator.lt, "most": operator.le,
-    "multiple_of": lambda value, step: value % step == 0,
+SIDES: dict[str, tuple[Callable[[Any, Any], bool], str, str]] = {  # holds, sign, bracket; the lower side first
+    "above": (operator.gt, ">", "("), "least": (operator.ge, ">=", "["), "below": (operator.lt, "<", ")"),
+    "most": (operator.le, "<=", "]"), "multiple_of": (lambda x, step: x % step == 0, "that is a multiple of", ""),
 }  # fmt: skip
-SIGNS = {"above": ">", "least": ">=", "below": "<", "most": "<=", "multiple_of": "that is a multiple of"}
-BRACKETS = {"above": "(", "least": "[", "below": ")", "most": "]"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
+class Bounds:
     """The bounds of a number, where a name stands for another field; or the options of a choice."""
 
     above: float | str | None = None
@@ -41,27 +40,27 @@ class Limit:
         passes."""
         if self.options:
             return "" if value in self.options else " or ".join(map(str, self.options))
-        declared = {side: bound for side in COMPARES if (bound := getattr(self, side)) is not None}
+        declared = {side: bound for side in SIDES if (bound := getattr(self, side)) is not None}
         bounds = {side: getattr(owner, b) if isinstance(b, str) else b for side, b in declared.items()}
         numbers = [x for x in (value, *bounds.values()) if isinstance(x, int | float)]
-        if len(numbers) <= len(bounds) or all(COMPARES[side](value, bound) for side, bound in bounds.items()):
+        if len(numbers) <= len(bounds) or all(SIDES[side][0](value, bound) for side, bound in bounds.items()):
             return ""
         named = "".join(f" ({b} is {bounds[side]})" for side, b in declared.items() if isinstance(b, str))
-        span = " ".join(f"{SIGNS[side]} {bound}" for side, bound in declared.items())
-        if len(declared) == 2 and declared.keys() <= BRACKETS.keys():
+        span = " ".join(f"{SIDES[side][1]} {bound}" for side, bound in declared.items())
+        if len(declared) == 2 and self.multiple_of is None:
             low, high = declared
-            span = f"in {BRACKETS[low]}{declared[low]}, {declared[high]}{BRACKETS[high]}"
+            span = f"in {SIDES[low][2]}{declared[low]}, {declared[high]}{SIDES[high][2]}"
         return f"a number {span}{named}{or_else}{self.why and ': ' + self.why}"
 
 
 def number(default: Any = MISSING, **limit: Any) -> Any:
-    """A field that holds a number inside the bounds of a ``Limit``."""
-    return field(default=default, metadata={LIMIT: Limit(**limit)})
+    """A field that holds a number inside the bounds of a ``Bounds``."""
+    return field(default=default, metadata={LIMIT: Bounds(**limit)})
 
 
 def choice(*options: Any, default: Any = None) -> Any:
     """A field that holds one of these; the first one unless another default is given."""
-    return field(default=options[0] if default is None else default, metadata={LIMIT: Limit(options=options)})
+    return field(default=options[0] if default is None else default, metadata={LIMIT: Bounds(options=options)})
 
 
 def check_limits(owner: Any, fault: type[Exception] = RecipeError) -> None:
@@ -87,9 +86,7 @@ class Declared:
         del cls.__setattr__, cls.__delattr__
 
     def __setattr__(self, name: str, value: Any = None) -> None:
-        raise FrozenInstanceError(
-            f"a piece is frozen: {name!r} cannot be changed; write dataclasses.replace(piece, {name}=...)"
-        )
+        raise FrozenInstanceError(f"a piece is frozen; write dataclasses.replace(piece, {name}=...)")
 
     __delattr__ = __setattr__
 

@@ -11,9 +11,7 @@ from turnwise.core.records import Group
 
 # seconds before each further attempt: a burst of other programs is over by the last one, and a limit is named soon enough
 PAUSES = (0.5, 2.0, 8.0)
-LOST_SHARE = (
-    0.01  # that the machine may fail for good before a run or an evaluation stops: below, it cannot bias them much
-)
+LOST_SHARE = 0.01  # that the machine may fail for good before a run or evaluation stops: below, it hardly biases them
 Result = TypeVar("Result")
 
 

@@ -241,10 +241,9 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
 # What an answer may be. The library takes the last thing that it can read and passes over the rest, so what is not listed here is
 # no answer, unless the reference has it, too.
 COMMANDS = frozenset(
-    r"""\frac \sqrt \pi \infty \cdot \times \div \pm \cup \cap \binom \{ \} \% \sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan
-    \sinh \cosh \tanh \log \ln \exp + - * / ^ ( ) [ ] { } ! ,""".split()
+    [r"\frac", r"\sqrt", r"\pi", r"\infty", r"\cdot", r"\times", r"\div", r"\pm", r"\cup", r"\cap", r"\binom", r"\{", r"\}", r"\%", r"\sin", r"\cos", r"\tan", r"\cot", r"\sec", r"\csc", r"\arcsin", r"\arccos", r"\arctan", r"\sinh", r"\cosh", r"\tanh", r"\log", r"\ln", r"\exp", r"+", r"-", r"*", r"/", r"^", r"(", r")", r"[", r"]", r"{", r"}", r"!", r","]
 )
-RELATIONS = frozenset(r"< > \le \ge \leq \geq \leqslant \geqslant \lt \gt".split())
+RELATIONS = frozenset([r"<", r">", r"\le", r"\ge", r"\leq", r"\geq", r"\leqslant", r"\geqslant", r"\lt", r"\gt"])
 SPELLINGS = tuple(  # other ways to write the same, in the order in which they are replaced
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -275,8 +274,7 @@ UNITS = {  # words of one unit; the library drops them all
     for word in words
 }  # fmt: skip
 MEANT = frozenset(  # words that are part of what is said, and no noun behind it
-    """not no or wrong false to of than thousand million billion trillion hundred dozen half halves third thirds quarter quarters tenths
-    hundredths squared cubed times plus minus over mod more less fewer most least about pi ish repeating""".split()
+    ["not", "no", "or", "wrong", "false", "to", "of", "than", "thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "halves", "third", "thirds", "quarter", "quarters", "tenths", "hundredths", "squared", "cubed", "times", "plus", "minus", "over", "mod", "more", "less", "fewer", "most", "least", "about", "pi", "ish", "repeating"]
 )
 ONE_NUMBER = re.compile(r"[A-Za-z ,:'$*]*?(-?[0-9][0-9,.]*%?[A-Za-z ,$]*)[.!*]*")  # a sentence with one number
 TOKEN = re.compile(r"(?:[A-Za-z]|\\log)_(?:\w|\{\w+\})|\\[A-Za-z]+|\\.|[0-9]*\.?[0-9]+|[A-Za-z]+|\S", re.DOTALL)
