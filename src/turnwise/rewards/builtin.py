@@ -240,10 +240,10 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
 
 # What an answer may be. The library takes the last thing that it can read and passes over the rest, so what is not listed here is
 # no answer, unless the reference has it, too.
-COMMANDS = frozenset(
-    [r"\frac", r"\sqrt", r"\pi", r"\infty", r"\cdot", r"\times", r"\div", r"\pm", r"\cup", r"\cap", r"\binom", r"\{", r"\}", r"\%", r"\sin", r"\cos", r"\tan", r"\cot", r"\sec", r"\csc", r"\arcsin", r"\arccos", r"\arctan", r"\sinh", r"\cosh", r"\tanh", r"\log", r"\ln", r"\exp", r"+", r"-", r"*", r"/", r"^", r"(", r")", r"[", r"]", r"{", r"}", r"!", r","]
-)
-RELATIONS = frozenset([r"<", r">", r"\le", r"\ge", r"\leq", r"\geq", r"\leqslant", r"\geqslant", r"\lt", r"\gt"])
+COMMANDS = frozenset(re.findall(r"\S+", r"""
+    \frac \sqrt \pi \infty \cdot \times \div \pm \cup \cap \binom \{ \} \% \sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh
+    \cosh \tanh \log \ln \exp + - * / ^ ( ) [ ] { } ! ,"""))  # fmt: skip
+RELATIONS = frozenset(("<", ">", *(f"\\{name}{slant}" for name in "lg" for slant in ("e", "eq", "eqslant", "t"))))
 SPELLINGS = tuple(  # other ways to write the same, in the order in which they are replaced
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -254,7 +254,8 @@ SPELLINGS = tuple(  # other ways to write the same, in the order in which they a
         (r"\{,\}", ","), (r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))", ""), (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
         (r"\s*\^?\s*\{?\s*(?:\\circ|°)\s*\}?|(?<=[0-9])\s*\b[Dd]egrees?\b", ""),
         (r"\s*(?:\\?%|\b[Pp]er ?cent\b)(?=[\s.,)\]]*$)", r"\\%"), (r"\s*\b(?:or|and)\b\s*|(?<=[0-9]);", ", "),
-        (r"(?<=[0-9])\s+([0-9]+)/([0-9]+)(?![0-9])", r"\\frac{\1}{\2}"), (r"\^\s*([0-9]+|[A-Za-z])", r"^{\1}"), (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
+        (r"(?<=[0-9])\s+([0-9]+)/([0-9]+)(?![0-9])", r"\\frac{\1}{\2}"), (r"\^\s*([0-9]+|[A-Za-z])", r"^{\1}"),
+        (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
         (r"^\s*([-+]?[0-9.]+)[eE]([-+]?[0-9]{1,3})[\s.]*$", r"\1 \\times 10^{\2}"),
     )
 )  # fmt: skip
@@ -273,16 +274,18 @@ UNITS = {  # words of one unit; the library drops them all
     ))
     for word in words
 }  # fmt: skip
-MEANT = frozenset(  # words that are part of what is said, and no noun behind it
-    ["not", "no", "or", "wrong", "false", "to", "of", "than", "thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "halves", "third", "thirds", "quarter", "quarters", "tenths", "hundredths", "squared", "cubed", "times", "plus", "minus", "over", "mod", "more", "less", "fewer", "most", "least", "about", "pi", "ish", "repeating"]
-)
+MEANT = frozenset(re.findall(r"\w+", """
+    not no or wrong false to of than thousand million billion trillion hundred dozen half halves third thirds quarter quarters tenths
+    hundredths squared cubed times plus minus over mod more less fewer most least about pi ish repeating
+    """))  # fmt: skip  # words that are part of what is said, and no noun behind it
 ONE_NUMBER = re.compile(r"[A-Za-z ,:'$*]*?(-?[0-9][0-9,.]*%?[A-Za-z ,$]*)[.!*]*")  # a sentence with one number
 TOKEN = re.compile(r"(?:[A-Za-z]|\\log)_(?:\w|\{\w+\})|\\[A-Za-z]+|\\.|[0-9]*\.?[0-9]+|[A-Za-z]+|\S", re.DOTALL)
 NAME = re.compile(r"\s*(?:\\(?:angle|triangle)\s*)?[A-Za-z][A-Za-z ]*'?(?:_\w|_\{\w+\})?\s*(?:\([^()]{0,20}\))?\s*")
 BETWEEN = r"\s*(?:\*|\\(?:times|cdot|div)(?![A-Za-z])(?!\s*10\s*\^))\s*"
 # a question is no answer to itself: 48 + 14 is equal to 62
 CALCULATIONS = tuple(map(re.compile, (
-    r"[0-9A-Za-z)}!]\s*(?:[-+]|\\pm)\s*[0-9A-Za-z({\\]", rf"[0-9)}}!]{BETWEEN}[0-9(]|[0-9)]\s*\(\s*[0-9.]+\s*\)", r"[0-9]\s+[0-9]",
+    r"[0-9A-Za-z)}!]\s*(?:[-+]|\\pm)\s*[0-9A-Za-z({\\]",
+    rf"[0-9)}}!]{BETWEEN}[0-9(]|[0-9)]\s*\(\s*[0-9.]+\s*\)", r"[0-9]\s+[0-9]",
 )))  # fmt: skip
 
 
@@ -308,7 +311,7 @@ def _same_maths(reference: str, answer: str) -> bool:
     if all(map(NUMBER.fullmatch, numbers)):  # the library rounds
         return Decimal(numbers[0]) == Decimal(numbers[1])
     wanted, said = (number if NUMBER.fullmatch(number) else text for number, text in zip(numbers, (wanted, said)))
-    (value, sides), (value_said, sides_said) = _solved(wanted), _solved(said)
+    (value, _), (value_said, sides_said) = _solved(wanted), _solved(said)
     if value is None or value_said is None:  # an equation
         return value is value_said and _listed(said, wanted) and _verified(wanted, said)
     # of 8 = 7 the library reads the 7: each side that is a number must be the answer
