@@ -241,8 +241,8 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
 # What an answer may be. The library takes the last thing that it can read and passes over the rest, so what is not listed here is
 # no answer, unless the reference has it, too.
 COMMANDS = frozenset(re.findall(r"\S+", r"""
-    \frac \sqrt \pi \infty \cdot \times \div \pm \cup \cap \binom \{ \} \% \sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan \sinh
-    \cosh \tanh \log \ln \exp + - * / ^ ( ) [ ] { } ! ,"""))  # fmt: skip
+    \frac \sqrt \pi \infty \cdot \times \div \pm \cup \cap \binom \{ \} \% \sin \cos \tan \cot \sec \csc \arcsin \arccos \arctan
+    \sinh \cosh \tanh \log \ln \exp + - * / ^ ( ) [ ] { } ! ,"""))  # fmt: skip
 RELATIONS = frozenset(("<", ">", *(f"\\{name}{slant}" for name in "lg" for slant in ("e", "eq", "eqslant", "t"))))
 SPELLINGS = tuple(  # other ways to write the same, in the order in which they are replaced
     (re.compile(pattern), plain)
@@ -275,8 +275,8 @@ UNITS = {  # words of one unit; the library drops them all
     for word in words
 }  # fmt: skip
 MEANT = frozenset(re.findall(r"\w+", """
-    not no or wrong false to of than thousand million billion trillion hundred dozen half halves third thirds quarter quarters tenths
-    hundredths squared cubed times plus minus over mod more less fewer most least about pi ish repeating
+    not no or wrong false to of than thousand million billion trillion hundred dozen half halves third thirds quarter quarters
+    tenths hundredths squared cubed times plus minus over mod more less fewer most least about pi ish repeating
     """))  # fmt: skip  # words that are part of what is said, and no noun behind it
 ONE_NUMBER = re.compile(r"[A-Za-z ,:'$*]*?(-?[0-9][0-9,.]*%?[A-Za-z ,$]*)[.!*]*")  # a sentence with one number
 TOKEN = re.compile(r"(?:[A-Za-z]|\\log)_(?:\w|\{\w+\})|\\[A-Za-z]+|\\.|[0-9]*\.?[0-9]+|[A-Za-z]+|\S", re.DOTALL)
