@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import stat
 import threading
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from support.agents import SAMPLING, HashSession
 from support.endpoint import LIMITS, call, new_episode
@@ -22,6 +26,7 @@ from turnwise.engines.remote.http import ServerAddress
 from turnwise.errors import GeneratorLost
 from turnwise.rollout.agent_episode import AgentEpisode, CallRefused, CallRequest
 from turnwise.rollout.lineage import Lineage
+from turnwise.serve import app
 from turnwise.serve import front as front_room
 from turnwise.serve.app import MAX_BRACKETS, read_body, session_front
 from turnwise.serve.front import Front, names_of
@@ -277,6 +282,64 @@ def test_a_body_of_many_parts_is_refused_before_it_is_looked_at(name):
     with pytest.raises(CallRefused, match="more parts than are read") as refused:
         body_of(MANY[name])
     assert refused.value.code == "body_too_large"
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inside: st.lists(inside) | st.dictionaries(st.text(), inside),
+    ),
+    st.integers(0, 10_000),
+    st.sampled_from('[]{},:"1 '),
+    st.sampled_from([4, 30, 1 << 16]),
+)
+def test_a_body_is_read_in_pieces_as_it_is_at_once(value, at, mark, piece):
+    text = json.dumps(value, indent=at % 2 or None)
+    damaged = text[: at % len(text)] + mark + text[at % len(text) + 1 :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "PIECE", piece)
+        assert app.read_json(text, 1 << 20) == value
+        try:
+            expected = json.loads(damaged)
+        except ValueError:
+            with pytest.raises((ValueError, CallRefused)):
+                app.read_json(damaged, 1 << 20)
+        else:
+            assert app.read_json(damaged, 1 << 20) == expected
+
+
+WIDE = {  # each as large as the limits allow
+    "dialogues": '{"changes":[' + ",".join('{"op":"open","x":[1]}' for _ in range(65_000)) + "]}",
+    "ids": '{"token_ids":[' + "12345," * 2_000_000 + "1]}",
+    "lists": '{"a":[' + "[]," * 130_000 + "1]}",
+    "keys": "{" + ",".join(f'"{n}":1' for n in range(130_000)) + "}",
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_health_is_answered_while_a_body_of_many_parts_is_read(name):
+    """Processor time of this process between two turns of the event loop, which a busy machine does not change."""
+
+    async def longest() -> float:
+        async def receive():
+            return {"type": "http.request", "body": WIDE[name].encode(), "more_body": False}
+
+        request = Request({"type": "http", "headers": []}, receive)
+        reading = asyncio.ensure_future(read_body(request, parts=MAX_BRACKETS))
+        gaps, last = [], time.process_time()
+        while not reading.done():
+            await asyncio.sleep(0.001)
+            gaps.append(time.process_time() - last)
+            last = time.process_time()
+        assert await reading
+        return max(gaps)
+
+    gc.collect()
+    gc.freeze()  # a pass over what other tests made is not the server's
+    try:
+        assert asyncio.run(longest()) < 0.05
+    finally:
+        gc.unfreeze()
 
 
 def test_brackets_in_a_text_are_no_parts_and_a_run_may_open_many_dialogues():

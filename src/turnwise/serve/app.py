@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,8 +39,14 @@ from turnwise.serve.wires import CHAT, MESSAGES, RESPONSES, Wire, behind, check,
 from turnwise.workers.tokens import same_token
 
 MAX_BODY = 16 << 20  # bytes of a request
-MAX_BRACKETS, MAX_COMMAS = 1 << 18, 1 << 21  # in its text, of which messages have some, too
+MAX_BRACKETS, MAX_COMMAS = 1 << 17, 1 << 21  # in its text, of which messages have some, too
 MAX_PARTS = 1 << 14  # objects and lists in it: each is looked at while other requests wait
+TOO_MANY = "the body has more parts than are read: at most {} objects and lists"
+PIECE = 1 << 16  # characters that are read at once, a millisecond
+SPACE = re.compile(r"[ \t\n\r]*")
+FLAT = r'(?:[^\[\]{}"]++|"(?:[^"\\]++|\\.)*+")*+'
+SMALL = re.compile(rf"[\[{{]{FLAT}(?:[\[{{]{FLAT}[\]}}]{FLAT})*+[\]}}]", re.DOTALL)  # with one level of others in it
+PLAIN = re.compile(r'([^\[\]{}",][^\[\]{}"]*),')  # numbers and words of a list
 MAX_WAIT = 60.0  # seconds that a request for an episode may wait
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "turnwise"}
 
@@ -176,21 +183,77 @@ async def read_body(request: Request, empty: bool = False, parts: int = MAX_PART
         check(len(received) <= MAX_BODY, "the body has more than {} bytes", MAX_BODY, code="body_too_large")
     if empty and not received:
         return {}, b""
-    # counted before it is read: that takes milliseconds, and to read 15 MB of empty lists takes seconds
-    brackets, many = received.count(b"[") + received.count(b"{"), "the body has more parts than are read"
-    check(brackets <= MAX_BRACKETS and received.count(b",") <= MAX_COMMAS, many, code="body_too_large")
+    # counted before it is read: that takes milliseconds
+    brackets = received.count(b"[") + received.count(b"{")
+    fits = brackets <= MAX_BRACKETS and received.count(b",") <= MAX_COMMAS
+    check(fits, TOO_MANY, parts, code="body_too_large")
     try:
-        value = json.loads(received)
+        if len(received) <= PIECE and brackets <= parts:
+            value = json.loads(received)
+        else:  # other requests are answered between two pieces
+            value = await asyncio.to_thread(read_json, received.decode(), parts)
     except (ValueError, RecursionError) as fault:
         raise CallRefused("invalid_json", f"the body is not JSON: {str(fault)[:100]}") from fault
     check(isinstance(value, dict), "the body is {!r:.60}; write a JSON object", value)
-    waiting, count = [value], 0
-    while brackets > parts and waiting:  # most bodies have fewer even in their text
-        part = waiting.pop()
-        waiting += [each for each in (part.values() if isinstance(part, dict) else part) if type(each) in (dict, list)]
-        count += 1
-        check(count + len(waiting) <= parts, many + ": at most {} objects and lists", parts, code="body_too_large")
     return value, bytes(received)
+
+
+def read_json(text: str, parts: int) -> Any:
+    """What ``json.loads`` reads, by many short calls of it: every other thread of the process waits for each. Refuses more than
+    so many objects and lists, or too many keys in one."""
+    left, scan = parts, json.JSONDecoder().scan_once
+
+    def skip(at: int, mark: str = "") -> int:
+        if not text.startswith(mark, at):
+            raise ValueError(f"no {mark} at character {at}")
+        return at + len(mark) + len(SPACE.match(text, at + len(mark))[0])  # type: ignore[index]
+
+    def count(more: int) -> None:
+        nonlocal left
+        left -= more
+        check(left >= 0, TOO_MANY, parts, code="body_too_large")
+
+    def read(at: int) -> tuple[Any, int]:
+        end = {"[": "]", "{": "}"}.get(text[at : at + 1])
+        if end is None or SMALL.match(text, at, at + PIECE):
+            value, behind = scan(text, at)
+            if end is not None:
+                nested = text.count("[", at, behind) + text.count("{", at, behind) > 1
+                count(containers(value) if nested else 1)
+            return value, skip(behind)
+        count(1)
+        items, named = list[Any](), dict[str, Any]()
+        at = skip(at + 1)
+        while not text.startswith(end, at):
+            if end == "}":
+                key, behind = scan(text, at)
+                named[key], at = read(skip(skip(behind), ":" if isinstance(key, str) else "a name in quotes"))
+                check(len(named) <= MAX_BRACKETS, TOO_MANY, parts, code="body_too_large")
+            else:
+                if run := PLAIN.match(text, at, at + PIECE):
+                    items += json.loads(f"[{run[1]}]")
+                    at = skip(run.end())
+                item, at = read(at)
+                items.append(item)
+            if not text.startswith(end, at):
+                at = skip(at, ",")
+                if text.startswith(end, at):
+                    raise ValueError(f"a comma before {end} at character {at}")
+        return named if end == "}" else items, skip(at, end)
+
+    try:
+        value, at = read(skip(0))
+    except StopIteration as fault:
+        raise ValueError(f"no value at character {fault.value}") from None
+    if at != len(text):
+        raise ValueError(f"more behind the value, from character {at} on")
+    return value
+
+
+def containers(value: Any) -> int:
+    """How many objects and lists a value consists of."""
+    parts = value.values() if type(value) is dict else value if type(value) is list else None
+    return 0 if parts is None else 1 + sum(map(containers, parts))
 
 
 async def _gone(request: Request, fault: Exception) -> Response:
