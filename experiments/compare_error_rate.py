@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inspector.compare.comparison import CANNOT_TELL, sequential_verdict
+from turnwise.inspector.compare.comparison import CANNOT_TELL, paired_difference
 
-TASKS, SEEDS, SPREAD, ALPHA = 200, 5, 0.05, 0.05
+TASKS, SEEDS, SPREAD, ALPHA = 200, 8, 0.05, 0.05
 
 
 def simulate(count: int, gap: float, seeds: int = SEEDS, rng_seed: int = 0) -> dict[str, Any]:
@@ -29,9 +29,12 @@ def simulate(count: int, gap: float, seeds: int = SEEDS, rng_seed: int = 0) -> d
         own = rng.normal(0, SPREAD, (2, seeds))
         rates = np.clip([shared + own[0] + gap, shared + own[1]], 0, 1)
         outcomes = rng.binomial(TASKS, rates) / TASKS
-        pairs, found = sequential_verdict(outcomes[0].tolist(), outcomes[1].tolist(), seeds, ALPHA)
-        called += found.verdict != CANNOT_TELL
-        used += pairs
+        for n in range(2, seeds + 1):
+            verdict = paired_difference(*(side[:n].tolist() for side in outcomes), ALPHA, sequential=True).verdict
+            if verdict != CANNOT_TELL:
+                break
+        called += verdict != CANNOT_TELL
+        used += n
     return {
         "gap": gap,
         "seeds": seeds,

@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from support import finished_runs
 
 from turnwise.cli.main import main
@@ -91,6 +93,30 @@ def test_sweep_trains_a_grid_and_refuses_an_unknown_setting(tmp_path, capsys):
     assert "lr=1e-4" in capsys.readouterr().out
     assert main(["sweep", "dr_grpo", "--grid", "learning-rate=1,2"]) == 2
     assert "lr" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_compare_names_equal_updates_shares_the_cold_start_and_ends_in_time(tmp_path, capsys):
+    """rloo and dr_grpo differ by a factor; a run from the start of another arm is the run that makes its own, bit for bit."""
+    (tmp_path / "length.py").write_text(
+        "def length(completion: str) -> float:\n    return len(str(completion)) % 7 / 7\n"
+    )
+    common = [*FLAGS, "--steps", "2", "--out", str(tmp_path), "--reward", f"{tmp_path}/length.py:length"]
+    assert main(["compare", "dr_grpo", "rloo", *common, "--minutes", "9", "--name", "same", "--json"]) == 0
+    report = printed(capsys)
+    assert [pair["same"] for pair in report["likenesses"]] == [True] and "values" not in report
+    assert (
+        main(["compare", "dr_grpo", "reinforce", *common, "--minutes", "9", "--seeds", "2", "--name", "c", "--json"])
+        == 0
+    )
+    assert {label: len(seeds) for label, seeds in printed(capsys)["values"].items()} == {"dr_grpo": 2, "reinforce": 2}
+    assert main(["train", "reinforce", *common, "--seed", "1", "--name", "alone"]) == 0
+    alone, shared = (load_file(tmp_path / name / "model/model.safetensors") for name in ("alone", "c/variant1-seed1"))
+    assert all(torch.equal(alone[name], shared[name]) for name in alone)
+    assert (tmp_path / "c/variant1-seed1/initial/model.safetensors").stat().st_nlink > 1
+    capsys.readouterr()
+    assert main(["compare", "dr_grpo", "reinforce", *FLAGS, "--out", str(tmp_path), "--minutes", "0.02"]) == 0
+    assert "cannot tell: the minutes are used up" in capsys.readouterr().out
 
 
 def test_audit_reads_a_batch_and_names_what_is_missing(tmp_path, capsys):

@@ -8,12 +8,15 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
+from turnwise.inspector.compare import arms
+from turnwise.inspector.compare.arms import ArmRunner, Likeness, OutOfTime, arms_of
 from turnwise.inspector.compare.comparison import (
     BETTER,
     CANNOT_TELL,
@@ -23,10 +26,10 @@ from turnwise.inspector.compare.comparison import (
     compare_runs,
     paired_difference,
     read_outcome,
-    spent,
     student_t,
 )
 from turnwise.inspector.compare.live import compare_live, grid_variants, method_variants
+from turnwise.inspector.compare.sequential import evidence, half_width, holm, power, seeds_needed
 from turnwise.store.atomic import write_sealed
 from turnwise.store.rundir import RunDir
 
@@ -53,7 +56,7 @@ def test_identical_methods_are_rarely_called_different_and_large_gaps_are_found(
     same = simulation.simulate(1000, 0.0)
     noise = 3 * math.sqrt(0.05 * 0.95 / 1000)  # of a rate that is measured 1,000 times
     assert same["called_different"] <= 0.05 + noise
-    assert simulation.simulate(100, 0.4)["called_different"] >= 0.6
+    assert simulation.simulate(100, 0.4, 8)["called_different"] >= 0.9
 
 
 values = st.lists(st.floats(-1, 1), min_size=2, max_size=8)
@@ -72,8 +75,41 @@ def test_the_interval_is_students():
     assert found.mean == 2.0 and found.high - found.mean == pytest.approx(4.302652729 / math.sqrt(3))
 
 
-def test_the_looks_spend_alpha_and_no_more():
-    assert sum(spent(7, 0.05)) == pytest.approx(0.05) and spent(7, 0.05) == sorted(spent(7, 0.05))
+@given(st.lists(st.floats(-1, 1), min_size=4, max_size=12), st.floats(0.001, 0.2))
+def test_the_interval_holds_the_means_that_the_evidence_does_not_refuse(differences, alpha):
+    d = paired_difference(differences, [0.0] * len(differences), alpha, sequential=True)
+    if math.isfinite(d.low) and d.high - d.low > 1e-6:
+        at_bounds = [evidence([x - bound for x in differences]) for bound in (d.low, d.high)]
+        assert at_bounds == pytest.approx([1 / alpha] * 2, rel=1e-3)
+    assert (
+        (evidence(differences) > 1 / alpha) == (d.verdict != CANNOT_TELL) or math.isinf(d.low) or d.high - d.low < 1e-6
+    )
+
+
+def test_the_evidence_has_mean_one_where_nothing_differs():
+    """An e-value, whatever the spread: its mean is 1 or less, here within four standard errors."""
+    rng = np.random.default_rng(1)
+    for spread in (0.01, 3.0):
+        values = np.array([min(evidence(rng.normal(0, spread, 6)), 1e3) for _ in range(4000)])
+        assert values.mean() <= 1 + 4 * values.std() / math.sqrt(len(values))
+
+
+def test_no_verdict_before_four_seeds_at_five_percent():
+    assert [math.isfinite(half_width(n, 0.05)) for n in (2, 3, 4, 5)] == [False, False, True, True]
+    assert evidence([0.3]) == evidence([0.3, 0.3]) == 1.0  # no spread, so nothing is known
+
+
+def test_holm_gives_later_statements_what_decided_ones_free():
+    assert holm([100.0, 1.0, 70.0, 30.0], 0.05) == pytest.approx([0.0125, 0.025, 0.05 / 3, 0.025])
+    assert holm([1.0, 2.0], 0.05) == [0.025, 0.025]
+
+
+def test_power_grows_with_seeds_and_says_what_is_needed():
+    shares = power(0.2, 0.1, 12, 0.05)
+    assert list(shares) == sorted(shares) and shares[2] == 0.0 and shares[-1] > 0.95
+    assert power(0.0, 0.1, 12, 0.05)[-1] <= 0.05
+    needed = seeds_needed(0.2, 0.1, 0.05)
+    assert shares[needed - 1] >= 0.8 > shares[needed - 2] and seeds_needed(0.001, 0.1, 0.05) is None
 
 
 def test_finished_runs_are_compared_by_seed(tmp_path):
@@ -111,21 +147,96 @@ def test_a_longer_run_is_read_at_the_tokens_of_the_shorter(tmp_path):
     assert "1000 to 2000 tokens" in compare_outcomes([short, long]).text()
 
 
-def test_live_runs_stop_when_it_can_tell(tmp_path):
+ENDS = {"grpo": 0.3, "gspo": 0.8, "sapo": 0.8}
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """Runs of 30 s that need no time: what they end at stands in ENDS; settings of all of them."""
     trained = []
 
-    def train(listen, **settings):
-        trained.append((settings["method"], settings["seed"]))
-        success = {"grpo": 0.3, "gspo": 0.8}[settings["method"]] + 0.001 * (settings["seed"] % 2)
-        path = write_run(tmp_path / "made", settings["method"], settings["seed"], success)
-        path.rename(Path(settings["out"]) / settings["name"])
+    def train_run(values, start, listen, deadline):
+        trained.append(dict(values))
+        success = ENDS[values["method"]] + 0.01 * (values["seed"] % 3) * (1 if values["method"] == "grpo" else 0.5)
+        path = write_run(Path(values["out"]) / "made", values["method"], values["seed"], success)
+        path.rename(Path(values["out"]) / values["name"])
+        (Path(values["out"]) / values["name"] / "summary.json").write_text("{}")
 
-    (tmp_path / "made").mkdir()
-    (tmp_path / "out").mkdir()
-    variants = method_variants(["grpo", "gspo"])
-    comparison = compare_live(variants, {}, tmp_path / "out", minutes=5, seeds=8, train=train)
-    assert comparison.decided is False or len(trained) <= 16
-    assert {seed for _, seed in trained} == set(range(len(trained) // 2))
+    monkeypatch.setattr(arms, "train_run", train_run)
+    monkeypatch.setattr(ArmRunner, "probe", lambda self, steps: 10.0 + 0.2 * steps)
+    monkeypatch.setattr(ArmRunner, "common_batches", lambda self: [])
+    monkeypatch.setattr(ArmRunner, "gradients", lambda self, batches: {})
+    return trained
+
+
+def live(folder, methods=("grpo", "gspo"), **more):
+    return compare_live(
+        method_variants(methods), {"env": "guess", "eval_tasks": 100}, folder, **{"minutes": 30.0, **more}
+    )
+
+
+def test_live_runs_stop_when_it_can_tell(tmp_path, stubbed):
+    report = live(tmp_path / "c", seeds=8)
+    assert report.comparison.pairs[0].difference.verdict == WORSE and len(stubbed) < 16
+    assert {row["seed"] for row in stubbed} == set(range(len(stubbed) // 2))
+    assert len({row["steps"] for row in stubbed}) == 1 and stubbed[0]["steps"] == 100
+    json.dumps(report.as_dict(), allow_nan=False)
+    again = live(tmp_path / "c", seeds=8)  # everything stands there already
+    assert again.comparison == report.comparison and len(stubbed) == len({(r["method"], r["seed"]) for r in stubbed})
+    assert live(tmp_path / "c", ("grpo", "sapo"), seeds=8).folder == str(tmp_path / "c-2")
+
+
+def test_runs_are_as_short_as_the_minutes_ask_and_nothing_is_trained_where_no_verdict_is_possible(tmp_path, stubbed):
+    assert live(tmp_path / "short", minutes=2.5, seeds=4, anyway=True).forecasts[0].steps < 40
+    stubbed.clear()
+    report = live(tmp_path / "none", minutes=1.0)
+    assert not stubbed and "nothing more was trained" in report.text() and report.comparison is None
+    with pytest.raises(SettingError, match="nothing to plot"):
+        report.plot(tmp_path / "x.png")
+
+
+def test_arms_with_one_update_are_named_and_not_trained(tmp_path, stubbed, monkeypatch):
+    same = [Likeness("gspo", "sapo", 0.9999, 0.9998, True)]
+    monkeypatch.setattr("turnwise.inspector.compare.live.likenesses", lambda arms, gradients: same)
+    assert "the same update" in live(tmp_path / "c", ("gspo", "sapo")).text() and not stubbed
+    report = live(tmp_path / "d", ("grpo", "gspo", "sapo"))
+    pair = next(p for p in report.comparison.pairs if {p.left, p.right} == {"gspo", "sapo"})
+    assert pair.alike and report.comparison.decided  # nobody waits for a pair that cannot be told apart
+
+
+def test_the_deadline_ends_a_comparison_with_what_it_has(tmp_path, stubbed, monkeypatch):
+    trained = arms.train_run
+
+    def late(values, *rest):
+        if values["seed"] == 2:
+            raise OutOfTime
+        trained(values, *rest)
+
+    monkeypatch.setattr(arms, "train_run", late)
+    report = live(tmp_path / "c")
+    assert "goes on where it stopped" in report.stopped and report.comparison.pairs[0].difference.pairs == 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "more", "words"),
+    [
+        (["grpo"], {}, "nothing to be compared"),
+        (["grpo", "grpo"], {}, "one and the same"),
+        (["grpo", "gspo"], {"minutes": 0.0}, "minutes is 0"),
+        (["grpo", "gspo"], {"minutes": math.nan}, "minutes is nan"),
+        (["grpo", "gspo"], {"alpha": 1.5}, "alpha is 1.5"),
+        (["grpo", "gspo"], {"seeds": 1}, "at least 2"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_trained(methods, more, words, tmp_path, stubbed):
+    with pytest.raises(SettingError, match=words):
+        live(tmp_path / "c", methods, **more)
+    assert not stubbed and not (tmp_path / "c").exists()
+
+
+def test_arms_that_cannot_run_here_are_refused_with_their_label():
+    with pytest.raises(SettingError, match="gigpo"):
+        arms_of(method_variants(["grpo", "gigpo"]), {"env": "countdown"})
 
 
 def test_a_grid_is_every_combination():
@@ -139,8 +250,6 @@ def test_nonsense_is_refused(tmp_path):
         compare_outcomes([outcome])
     with pytest.raises(SettingError, match="seed 0"):
         compare_outcomes([outcome, outcome, RunOutcome("y", "gspo", 0, 10, "success", ((0.0, 0.1), (10.0, 0.2)))])
-    with pytest.raises(SettingError, match="nothing to be compared"):
-        compare_live(method_variants(["grpo"]), {}, tmp_path, 1)
     with pytest.raises(SettingError, match="grid is empty"):
         grid_variants({})
 

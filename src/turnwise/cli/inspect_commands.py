@@ -111,9 +111,19 @@ def sweep(argv: Sequence[str]) -> int:
 
 
 def _comparison_flags(parser: Parser) -> None:
-    parser.add("--minutes", type=float, default=20.0, help="no new seed is begun that would end later [20]")
-    parser.add("--seeds", type=int, default=5, help="seeds at most, fixed before the first look [5]")
-    parser.add("--alpha", type=float, default=0.05, help="probability of any wrong statement, at most [0.05]")
+    parser.add(
+        "--minutes",
+        type=float,
+        default=20.0,
+        help="it ends by then; where --steps is not given, runs are as short as needed [20]",
+    )
+    parser.add("--seeds", type=int, default=8, help="seeds at most; more may be added later [8]")
+    parser.add(
+        "--alpha", type=float, default=0.05, help="probability that any tie is called a difference, at most [0.05]"
+    )
+    parser.add(
+        "--anyway", action="store_true", help="train also where the arms are the same update, or the time is too short"
+    )
     parser.add("--plot", default="", metavar="FILE", help="write a picture of all seeds")
 
 
@@ -123,7 +133,7 @@ def _live(variants: Sequence[Any], run: RunFlags) -> int:
     n, values = run.namespace, dict(run.values)
     out = values.pop("out", "runs") + f"/{values.pop('name', '') or 'comparison'}"
     with progress(n.json) as listen:
-        comparison = compare_live(variants, values, out, n.minutes, n.seeds, n.alpha, listen)
+        comparison = compare_live(variants, values, out, n.minutes, n.seeds, n.alpha, listen, n.anyway)
     return _show_comparison(comparison, n)
 
 

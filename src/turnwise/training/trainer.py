@@ -427,19 +427,25 @@ def _save(folder: Path, write: Callable[[Path], Any], tokenizer: Any) -> None:
 # ----------------------------------------------------------- a run from its plan
 
 
-def start_run(plan: RunPlan, listen: Listener, stop: StopSignals) -> dict[str, Any]:
-    """Refuse what only torch and the model's files can tell, create the run directory, train. Returns the summary."""
-    plan = plan.resolved()
+def create_run(plan: RunPlan) -> RunDir:
+    """Refuse what only torch and the model's files can tell, then create the run directory."""
     refuse(plan, LOADED)
-    s, threads = plan.settings, engines.select_threads(plan.settings)
-    recorded = {**s.as_dict(), "threads": threads}  # a resumed run uses as many: sums depend on it in the last bits
+    s = plan.settings
+    # a resumed run uses as many threads: sums depend on it in the last bits
+    recorded = {**s.as_dict(), "threads": engines.select_threads(s)}
     offered, chosen = plan.env_spec.tools, plan.notes
-    run_dir = RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed, offered, chosen)
+    return RunDir.create(s.out, s.name or free_name(s), recorded, repr(plan.recipe), s.seed, offered, chosen)
+
+
+def start_run(plan: RunPlan, listen: Listener, stop: StopSignals) -> dict[str, Any]:
+    """Create the run and train. Returns the summary."""
+    run_dir, s = create_run(plan := plan.resolved()), plan.settings
+    recorded = Settings.of(run_dir.metadata()["settings"])
     if s.cluster:
-        return _on_cluster(run_dir, Settings.of(recorded), plan.notes, listen, stop)
+        return _on_cluster(run_dir, recorded, plan.notes, listen, stop)
     events = RunEvents(listen)
     with ProcessLock(run_dir.lock), watched(run_dir.path, events, s.env, s.steps):
-        return Trainer(plan, run_dir, events, threads, stop, plan.notes).run()
+        return Trainer(plan, run_dir, events, recorded.threads, stop, plan.notes).run()
 
 
 def check_resumed(run_dir: RunDir, plan: RunPlan) -> None:

@@ -2,8 +2,9 @@
 
 The unit is a pair of runs with the same seed: tasks, initial model and draws are the same, the method differs. Tasks of one
 run are not independent of each other (one model answers them all), so they do not count as units. Assumed: the differences of
-pairs are independent and roughly normal (each is a mean over many tasks). Then each look has its exact error rate by Student's
-t, and by the union bound all looks at all pairs together err with probability ``alpha`` at most.
+pairs are independent and roughly normal (each is a mean over many tasks). Finished runs get one look, by Student's t and
+Bonferroni; a live comparison looks after every seed (``sequential``). Either way ``alpha`` bounds the probability that any tie
+is called a difference.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import SettingError
+from turnwise.inspector.compare.sequential import evidence, half_width, holm
 from turnwise.inspector.queries import RunReader
 from turnwise.observe.mechanism import mechanism
 
@@ -118,8 +120,10 @@ def student_t(probability: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(low)
 
 
-def paired_difference(left: Sequence[float], right: Sequence[float], alpha: float) -> PairedDifference:
-    """The difference of paired values with its two-sided interval of level 1 − alpha.
+def paired_difference(
+    left: Sequence[float], right: Sequence[float], alpha: float, sequential: bool = False
+) -> PairedDifference:
+    """The difference of paired values with its two-sided interval of level 1 − alpha; ``sequential``: at all looks together.
 
     With equal differences the spread is zero, and one cannot know how much of that is luck: no interval then, unless both
     sides are the same throughout."""
@@ -127,38 +131,13 @@ def paired_difference(left: Sequence[float], right: Sequence[float], alpha: floa
     n = len(differences)
     mean = sum(differences) / n if n else math.nan
     wins = sum(0.5 if d == 0 else float(d > 0) for d in differences) / n if n else math.nan
-    variance = sum((d - mean) ** 2 for d in differences) / (n - 1) if n > 1 else math.nan
-    if n < 2 or variance == 0:
+    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1)) if n > 1 else math.nan
+    if n < 2 or spread <= 1e-12:
         effect = 0.0 if mean == 0 else math.nan
         return PairedDifference(n, mean, -math.inf, math.inf, 1 - alpha, effect, wins)
-    spread = math.sqrt(variance)
-    # Student's t: with a handful of seeds the normal interval is far too narrow
-    half = student_t(1 - alpha / 2, n - 1) * spread / math.sqrt(n)
+    # with a handful of seeds the normal interval is far too narrow
+    half = (half_width(n, alpha) if sequential else student_t(1 - alpha / 2, n - 1)) * spread / math.sqrt(n)
     return PairedDifference(n, mean, mean - half, mean + half, 1 - alpha, mean / spread, wins)
-
-
-def spent(looks: int, alpha: float) -> list[float]:
-    """The error rate of each look, the first at two pairs; they sum to ``alpha``. Later looks have more data and get more."""
-    # fixed before the first look: spending by results would break the bound
-    weights = [float(n) for n in range(1, looks + 1)]
-    return [alpha * weight / sum(weights) for weight in weights]
-
-
-def sequential_verdict(
-    left: Sequence[float], right: Sequence[float], planned: int, alpha: float
-) -> tuple[int, PairedDifference]:
-    """Look after every pair from the second on; stop at the first look that decides. Pairs used, and the last difference.
-
-    ``planned``: the number of pairs at most, fixed before the first look."""
-    if planned < 2:
-        raise SettingError(f"{planned} pairs are planned; a comparison needs at least 2 seeds")
-    rates = spent(planned - 1, alpha)
-    difference = paired_difference(left[:1], right[:1], rates[0])
-    for n in range(2, min(planned, len(left)) + 1):
-        difference = paired_difference(left[:n], right[:n], rates[n - 2])
-        if difference.verdict != CANNOT_TELL:
-            return n, difference
-    return min(planned, len(left)), difference
 
 
 # ---------------------------------------------------------------- comparisons
@@ -171,9 +150,16 @@ class ComparedPair:
     left: str
     right: str
     difference: PairedDifference
+    alike: str = ""  # why these two are one and the same: no number of seeds tells them apart
+
+    @property
+    def decided(self) -> bool:
+        return bool(self.alike) or self.difference.verdict != CANNOT_TELL
 
     def text(self, measure: str) -> str:
         d = self.difference
+        if self.alike:
+            return f"{self.left} against {self.right}: cannot tell; {self.alike}"
         if d.pairs < 2:
             return f"{self.left} against {self.right}: cannot tell; {d.pairs} common seed, and a comparison needs at least 2"
         if not math.isfinite(d.low):
@@ -190,7 +176,7 @@ class Comparison:
     """``values``: by label, the outcome of each seed at the common token budget."""
 
     measure: str
-    tokens: float
+    tokens: float  # the smallest of the seeds' budgets
     alpha: float
     values: Mapping[str, Mapping[int, float]]
     pairs: tuple[ComparedPair, ...]
@@ -199,22 +185,27 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        return all(pair.difference.verdict != CANNOT_TELL for pair in self.pairs)
+        return all(pair.decided for pair in self.pairs)
 
     def text(self) -> str:
-        lines = [f"held-out {self.measure} after {self.tokens:.0f} sampled tokens, for each run the same:"]
+        lines = [f"held-out {self.measure} after {self.tokens:.0f} sampled tokens, the same for all runs of a seed:"]
         for label, by_seed in self.values.items():
             mean = sum(by_seed.values()) / len(by_seed)
             each = ", ".join(f"{value:.3f}" for value in by_seed.values())
             lines.append(f"  {label:<20} mean {mean:.3f}   seeds {', '.join(map(str, by_seed))}: {each}")
             lines += [f"  {'':<20} mechanism: {told}" for told in filter(None, [self.mechanisms.get(label)])]
         lines += [f"  {pair.text(self.measure)}" for pair in self.pairs]
-        lines.append(f"all statements together are wrong with probability {self.alpha:.0%} at most")
+        lines.append(f"that any tie among them is called a difference has probability {self.alpha:.0%} at most")
         return "\n".join([*lines, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
         pairs = [
-            {"left": p.left, "right": p.right, "verdict": p.difference.verdict}
+            {
+                "left": p.left,
+                "right": p.right,
+                "verdict": CANNOT_TELL if p.alike else p.difference.verdict,
+                "alike": p.alike,
+            }
             # JSON has no infinity: an interval without bounds is null
             | {k: v if math.isfinite(v) else None for k, v in asdict(p.difference).items()}
             for p in self.pairs
@@ -243,8 +234,14 @@ class Comparison:
         figure.savefig(path, dpi=120)
 
 
-def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: float = ALPHA) -> Comparison:
-    """Compare every pair of labels. ``planned``: the seeds at most, where one looked after each (sequential); 0: one look."""
+def compare_outcomes(
+    outcomes: Sequence[RunOutcome],
+    sequential: bool = False,
+    alpha: float = ALPHA,
+    alike: Mapping[frozenset[str], str] | None = None,
+) -> Comparison:
+    """Compare every pair of labels. ``sequential``: one looks after each seed. ``alike``: pairs of labels that are one and the
+    same, with the reason."""
     labels = list(dict.fromkeys(outcome.label for outcome in outcomes))
     if len(labels) < 2:
         raise SettingError(
@@ -253,23 +250,45 @@ def compare_outcomes(outcomes: Sequence[RunOutcome], planned: int = 0, alpha: fl
     measures = {outcome.measure for outcome in outcomes}
     if len(measures) > 1:
         raise SettingError("some of the runs report success and others only a reward; compare runs of one environment")
-    tokens = min(outcome.tokens for outcome in outcomes)  # the budget that every run reached
+    # the budget that every run of a seed reached; by seed, so that a later seed changes nothing of an earlier one
+    budgets: dict[int, float] = {}
+    for outcome in outcomes:
+        budgets[outcome.seed] = min(budgets.get(outcome.seed, math.inf), outcome.tokens)
     values: dict[str, dict[int, float]] = {label: {} for label in labels}
     for outcome in sorted(outcomes, key=lambda o: o.seed):
         if outcome.seed in values[outcome.label]:
             raise SettingError(f"two runs of {outcome.label} have seed {outcome.seed}; give one of them")
-        values[outcome.label][outcome.seed] = outcome.at(tokens)
-    # all pairs share the error rate (Bonferroni)
-    every = list(combinations(labels, 2))
-    pairs = tuple(ComparedPair(a, b, _difference(values[a], values[b], planned, alpha / len(every))) for a, b in every)
-    largest, notes = max(outcome.tokens for outcome in outcomes), list[str]()
-    if largest > 1.05 * tokens:
+        values[outcome.label][outcome.seed] = outcome.at(budgets[outcome.seed])
+    pairs = compared_pairs(values, sequential, alpha, alike or {})
+    tokens, largest, notes = min(budgets.values()), max(outcome.tokens for outcome in outcomes), list[str]()
+    if any(outcome.tokens > 1.05 * budgets[outcome.seed] for outcome in outcomes):
         notes.append(
-            f"runs sampled {tokens:.0f} to {largest:.0f} tokens; longer ones are read where they had sampled {tokens:.0f}, "
+            f"runs sampled {tokens:.0f} to {largest:.0f} tokens; longer ones are read where the shortest of their seed ended, "
             "between their evaluations (--eval-every makes that finer)"
         )
     mechanisms = {o.label: o.mechanism for o in sorted(outcomes, key=lambda o: -o.seed) if o.mechanism}
     return Comparison(measures.pop(), tokens, alpha, values, pairs, tuple(notes), mechanisms)
+
+
+def compared_pairs(
+    values: Mapping[str, Mapping[int, float]], sequential: bool, alpha: float, alike: Mapping[frozenset[str], str]
+) -> tuple[ComparedPair, ...]:
+    """Every pair of labels over their common seeds. Those that are not ``alike`` share the error rate: by Holm where one looks
+    after each seed, else evenly (Bonferroni)."""
+    every, sides = list(combinations(values, 2)), list[tuple[list[float], list[float]]]()
+    for a, b in every:
+        seeds = [seed for seed in values[a] if seed in values[b]]
+        sides.append(([values[a][seed] for seed in seeds], [values[b][seed] for seed in seeds]))
+    open_pairs = [i for i, pair in enumerate(every) if frozenset(pair) not in alike]
+    even = [alpha / max(1, len(open_pairs))] * len(open_pairs)
+    strength = [evidence([x - y for x, y in zip(*sides[i])]) for i in open_pairs]
+    levels = dict(zip(open_pairs, holm(strength, alpha) if sequential else even))
+    return tuple(
+        ComparedPair(
+            a, b, paired_difference(*sides[i], levels.get(i, alpha), sequential), alike.get(frozenset((a, b)), "")
+        )
+        for i, (a, b) in enumerate(every)
+    )
 
 
 def compare_runs(paths: Sequence[str | Path], alpha: float = ALPHA) -> Comparison:
@@ -277,7 +296,7 @@ def compare_runs(paths: Sequence[str | Path], alpha: float = ALPHA) -> Compariso
     outcomes = [read_outcome(path) for path in paths]
     if len({outcome.label for outcome in outcomes}) == 1:
         outcomes = _labelled_by_settings(outcomes)
-    return compare_outcomes(outcomes, 0, alpha)
+    return compare_outcomes(outcomes, alpha=alpha)
 
 
 def _labelled_by_settings(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
@@ -290,13 +309,3 @@ def _labelled_by_settings(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
     apart = [name for name in names if len({str(one.get(name)) for one in settings}) > 1]
     labels = [", ".join(f"{name}={one.get(name)}" for name in apart) for one in settings]
     return [replace(o, label=f"{o.label} {label}".strip()) for o, label in zip(outcomes, labels)]
-
-
-def _difference(a: Mapping[int, float], b: Mapping[int, float], planned: int, alpha: float) -> PairedDifference:
-    seeds = [seed for seed in a if seed in b]
-    left, right = [a[seed] for seed in seeds], [b[seed] for seed in seeds]
-    return (
-        sequential_verdict(left, right, planned, alpha)[1]
-        if planned and seeds
-        else paired_difference(left, right, alpha)
-    )

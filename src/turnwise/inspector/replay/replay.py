@@ -256,10 +256,10 @@ def copy_run(run: RunDir, target: Path, checkpoint: Path | None) -> RunDir:
         if (run.path / name).is_file():
             shutil.copy2(run.path / name, target / name)
     if (run.path / "initial").is_dir():
-        shutil.copytree(run.path / "initial", target / "initial", copy_function=_link)
+        shutil.copytree(run.path / "initial", target / "initial", copy_function=link_or_copy)
     copy = RunDir(target)
     if checkpoint is not None:
-        shutil.copytree(checkpoint, copy.checkpoints / checkpoint.name, copy_function=_link)
+        shutil.copytree(checkpoint, copy.checkpoints / checkpoint.name, copy_function=link_or_copy)
     if run.ledger.is_file():
         source = f"{run.ledger.resolve().as_uri()}?mode=ro"
         with (
@@ -270,7 +270,7 @@ def copy_run(run: RunDir, target: Path, checkpoint: Path | None) -> RunDir:
     return copy
 
 
-def _link(source: str, target: str) -> str:
+def link_or_copy(source: str, target: str) -> str:
     try:
         os.link(source, target)
     except OSError:  # another file system
