@@ -273,8 +273,9 @@ def likenesses(arms: Sequence[Arm], gradients: Mapping[str, Sequence[torch.Tenso
     """Of all pairs that have a gradient on the common batches."""
     pairs = []
     for a, b in itertools.combinations([arm for arm in arms if arm.label in gradients], 2):
-        (a1, *a2), (b1, *b2) = gradients[a.label], gradients[b.label]
-        first, later = cosine(a1, b1), cosine(torch.cat(a2), torch.cat(b2))
+        # step by step: the size of a step's gradient is the learning rate's affair
+        first, *others = (cosine(x, y) for x, y in zip(gradients[a.label], gradients[b.label]))
+        later = min(others)
         mine, other = a.plan.recipe.slots(), b.plan.recipe.slots()
         apart = {slot for slot in mine if mine[slot] != other[slot]}
         same = apart <= LEARNT and a.digest[0] == b.digest[0] and min(first, later) >= SAME
