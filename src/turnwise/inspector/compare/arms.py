@@ -163,12 +163,12 @@ class ArmRunner:
     def gradients(self, batches: Sequence[Sequence[Group]]) -> dict[str, list[torch.Tensor]]:
         """Of each arm that samples and begins as the first one does: the gradients of its steps on these batches. Arms that
         cannot learn from them are left out."""
-        first, by_label = self.arms[0], dict[str, list[torch.Tensor]]()
+        first, by_label, weights = self.arms[0], dict[str, list[torch.Tensor]](), list[list[torch.Tensor]]()
         for arm in self.arms:
             alike = all(getattr(arm.plan.recipe, slot) == getattr(first.plan.recipe, slot) for slot in SAMPLED)
             if alike and arm.start == first.start:
                 try:
-                    by_label[arm.label] = step_gradients(arm.plan, self.folder / PROBE / "initial", batches)
+                    by_label[arm.label] = step_gradients(arm.plan, self.folder / PROBE / "initial", batches, weights)
                 except (TurnwiseError, LookupError, ValueError) as fault:
                     self.say(f"{arm.label} has no gradient on the common batch: {fault}")
         return by_label
@@ -205,8 +205,10 @@ def train_run(values: Mapping[str, Any], start: Path | None, listen: Listener, d
         raise
 
 
-def step_gradients(plan: RunPlan, initial: Path, batches: Sequence[Sequence[Group]]) -> list[torch.Tensor]:
-    """The gradients of one step on each batch, the weights moving from step to step."""
+def step_gradients(
+    plan: RunPlan, initial: Path, batches: Sequence[Sequence[Group]], weights: list[list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """The gradients of one step on each batch. ``weights``: those before each step, which the first arm fills and moves."""
     from turnwise.training import build, engines
     from turnwise.training.loop import update_policy
 
@@ -217,7 +219,7 @@ def step_gradients(plan: RunPlan, initial: Path, batches: Sequence[Sequence[Grou
     )
     if objective.signals & {Signal.REFERENCE, Signal.HELLINGER}:
         learner.reference()
-    policy = list(learner.model.parameters())  # type: ignore[attr-defined]
+    policy = [p for p in learner.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
     stride = 1 + sum(p.numel() for p in policy) // KEPT_NUMBERS
 
     def add(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -230,6 +232,11 @@ def step_gradients(plan: RunPlan, initial: Path, batches: Sequence[Sequence[Grou
 
     def step(number: int, groups: Sequence[Group]) -> torch.Tensor:
         sums.clear()
+        with torch.no_grad():
+            if len(weights) == number:
+                weights.append([p.detach().clone() for p in policy])
+            for p, before in zip(policy, weights[number], strict=True):  # a batch is on policy for these weights alone
+                p.copy_(before)
         if groups:
             update_policy(learner, plan.recipe, groups, number, objective)
         return torch.cat([sums.get(id(p), torch.zeros(len(p.flatten()[::stride]))) for p in policy])
