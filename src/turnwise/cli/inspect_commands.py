@@ -111,19 +111,10 @@ def sweep(argv: Sequence[str]) -> int:
 
 
 def _comparison_flags(parser: Parser) -> None:
-    parser.add(
-        "--minutes",
-        type=float,
-        default=20.0,
-        help="it ends by then; where --steps is not given, runs are as short as needed [20]",
-    )
+    parser.add("--minutes", type=float, default=20.0, help="it ends by then; without --steps, runs fit into it [20]")
     parser.add("--seeds", type=int, default=8, help="seeds at most; more may be added later [8]")
-    parser.add(
-        "--alpha", type=float, default=0.05, help="probability that any tie is called a difference, at most [0.05]"
-    )
-    parser.add(
-        "--anyway", action="store_true", help="train also where the arms are the same update, or the time is too short"
-    )
+    parser.add("--alpha", type=float, default=0.05, help="probability of calling a tie a difference, at most [0.05]")
+    parser.add("--anyway", action="store_true", help="train also where no verdict is possible")
     parser.add("--plot", default="", metavar="FILE", help="write a picture of all seeds")
 
 
