@@ -12,7 +12,7 @@ from turnwise.config.convert import convert
 from turnwise.config.settings import Settings, default_of, setting_type
 from turnwise.errors import SettingError
 
-MOST = 122  # with every sub-option of a value: `--cluster local,generators=2` are two settings
+MOST = 123  # with every sub-option of a value: `--cluster local,generators=2` are two settings
 
 
 def knobs(field) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from turnwise.rewards import builtin
 from turnwise.rewards.conventions import AnswerGroup, AnswerSample
 from turnwise.rewards.functions import RewardLimits, open_rewards
-from turnwise.rewards.judge import JudgeQuestion, VerdictError
+from turnwise.rewards.judge import AnswerError, JudgeQuestion
 from turnwise.rewards.spec import parse_rewards
 
 # ------------------------------------------------------------------- code, tests in Python
@@ -573,7 +573,7 @@ def test_what_an_answer_says_to_the_judge_stays_quoted(name):
     ],
 )  # fmt: skip
 def test_a_reply_with_two_meanings_is_no_verdict(reply):
-    with pytest.raises(VerdictError):
+    with pytest.raises(AnswerError):
         asked("8").read(reply)
 
 

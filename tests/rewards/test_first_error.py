@@ -22,8 +22,9 @@ from turnwise.environments.base import text_action, tool_action
 from turnwise.environments.builtin.calculator import Calculator
 from turnwise.errors import SettingError
 from turnwise.rewards.judge import answer, count_steps, question, read_answer, step_index_reward, steps_of
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.scoring import FirstErrorScorer
-from turnwise.training.rewards import check_judge, reward_model_folder
+from turnwise.training.rewards import check_models, reward_model_folder
 
 
 @given(st.data())
@@ -143,7 +144,7 @@ def test_verdicts_become_facts_of_successes_only():
             said(4, True, "flaw"),
         ),
     )
-    scorer = FirstErrorScorer(judge)
+    scorer = FirstErrorScorer(Helper(judge, who="judge", attempts=1))
     scored = asyncio.run(scorer.score(group))
     facts = [[turn.facts.get("error") for turn in t.turns] for t in scored.trajectories]
     assert facts == [[0, 0], [-1, -1], [None, None], [-1, -1], [0, 0]]
@@ -161,6 +162,6 @@ def test_verdicts_become_facts_of_successes_only():
 def test_a_folder_without_a_model_is_refused(tmp_path):
     settings = Settings.of({"judge": f"first_error:{tmp_path}"})
     with pytest.raises(SettingError, match="holds no model; write first_error:runs/NAME/model"):
-        check_judge(settings)
+        check_models(settings)
     (tmp_path / "config.json").write_text("{}")
     assert reward_model_folder(settings) == tmp_path

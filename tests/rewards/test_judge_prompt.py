@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.rewards.judge import (
+    AnswerError,
     JudgeQuestion,
-    StoredVerdicts,
     Verdict,
-    VerdictCache,
-    VerdictError,
     as_text,
     common_prefix,
     letter,
@@ -128,7 +126,7 @@ def test_forms_that_are_read(reply):
     ],
 )
 def test_replies_that_are_no_verdict(reply, says):
-    with pytest.raises(VerdictError, match=says):
+    with pytest.raises(AnswerError, match=says):
         JudgeQuestion.about("r", [said("x")], False).read(reply)
 
 
@@ -138,7 +136,7 @@ def test_replies_that_are_no_verdict(reply, says):
 )
 def test_missing_and_extra_ids_are_refused(ids, says):
     rows = [{"id": name, "reason": "r", "score": 0.5} for name in ids]
-    with pytest.raises(VerdictError, match=says):
+    with pytest.raises(AnswerError, match=says):
         compared(said("x"), said("y")).read(json.dumps({"verdicts": rows}))
 
 
@@ -153,7 +151,7 @@ def test_any_json_is_a_verdict_in_range_or_refused(value, compare):
     question = JudgeQuestion.about("r", [said("x")], compare)
     try:
         read = question.read(json.dumps({"verdicts": value} if compare else value))
-    except VerdictError:
+    except AnswerError:
         return
     assert all(0 <= verdict.score <= 1 for verdict in read.values())
 
@@ -166,26 +164,3 @@ def test_a_schema_names_the_letters_and_asks_for_the_reason_first():
 
 def test_letters_go_on():
     assert len({letter(n) for n in range(2000)}) == 2000
-
-
-# ----------------------------------------------------------------------- the cache
-
-
-def test_the_cache_keeps_verdicts_and_failures(tmp_path):
-    cache = VerdictCache(tmp_path / "judge.sqlite")
-    outcome = StoredVerdicts({"a": Verdict(0.1, "x"), "b": Verdict(1.0, "y\n")})
-    cache.store("q", outcome)
-    cache.store("p", StoredVerdicts({}, "prose"))
-    cache.record("g/0.0", Verdict(0.1, "x"))
-    cache.close()
-    again = VerdictCache(tmp_path / "judge.sqlite")
-    assert again.find("q") == outcome and again.find("p") == StoredVerdicts({}, "prose") and again.find("r") is None
-    assert again.reason("g/0.0") == Verdict(0.1, "x") and again.reason("g/0.1") is None
-
-
-def test_a_file_that_is_no_cache_is_refused(tmp_path):
-    (tmp_path / "judge.sqlite").write_text("something else entirely " * 100)
-    from turnwise.errors import StoreError
-
-    with pytest.raises(StoreError, match=r"judge.sqlite cannot be used"):
-        VerdictCache(tmp_path / "judge.sqlite")

@@ -134,7 +134,7 @@ def test_hints_in_the_record_or_outside_of_it():
     assert inside.guidance and outside.guidance and not plain.guidance
 
 
-@pytest.mark.parametrize("spec", ["r3l", "scope,repairs=2"])
+@pytest.mark.parametrize("spec", ["r3l,diagnosis=verifier", "scope,repairs=2"])
 def test_failed_attempts_are_retried_from_a_turn_of_their_own(untrained, spec):
     group = untrained.grow(piece("strategy", spec), size=4)
     assert len(group.trajectories) == 4 and not any(t.status == Status.FAILED for t in group.trajectories)

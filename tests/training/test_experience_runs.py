@@ -20,7 +20,7 @@ KINDS = [
     {"strategy": "spo_tree,factors=2/2,segment=2", "guidance": "prefix"},
     {"strategy": "latr,look=2", "guidance": "guide"},
     {"strategy": "scope", "guidance": "adhint"},
-    {"strategy": "r3l", "guidance": "xrpo"},
+    {"strategy": "r3l,diagnosis=verifier", "guidance": "xrpo"},
 ]
 
 

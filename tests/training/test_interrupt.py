@@ -214,6 +214,6 @@ def test_a_signal_ends_an_evaluation_and_says_what_is_kept(number, monkeypatch, 
 
 def test_an_evaluation_that_is_stopped_names_the_verdicts_it_keeps(tmp_path):
     assert "kept" not in evaluation._stopped_message(str(tmp_path), "", "")
-    (tmp_path / "judge.sqlite").touch()
-    assert f"kept in {tmp_path / 'judge.sqlite'}" in evaluation._stopped_message(str(tmp_path), "", "")
+    (tmp_path / "answers.sqlite").touch()
+    assert f"kept in {tmp_path / 'answers.sqlite'}" in evaluation._stopped_message(str(tmp_path), "", "")
     assert "kept" not in evaluation._stopped_message(str(tmp_path), "oracle", ""), "a scripted player's are in memory"

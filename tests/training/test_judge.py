@@ -10,7 +10,8 @@ from tests.support.judged import rule
 from turnwise.core.chat import ChatReply
 from turnwise.core.records import Group, Status, Task, Trajectory, Turn
 from turnwise.errors import RequestRefused, ServerFault, SettingError
-from turnwise.rewards.judge import DEFAULT_RUBRIC, VerdictCache
+from turnwise.rewards.judge import DEFAULT_RUBRIC, AnswerCache
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.scoring import JudgeScorer
 from turnwise.training.plan import read_rubric
 
@@ -48,22 +49,26 @@ class RuleJudge:
         pass
 
 
+def judging(model, *more, cache=None, **named) -> JudgeScorer:
+    return JudgeScorer(Helper(model, cache or AnswerCache(), "judge"), *more, **named)
+
+
 def scores(scorer: JudgeScorer, judged: Group) -> list[float]:
     return [t.rewards.get("judge", -1.0) for t in asyncio.run(scorer.score(judged)).trajectories]
 
 
 @pytest.mark.parametrize("mode", ["each", "group"])
 def test_a_judge_adds_a_named_reward(mode):
-    scorer = JudgeScorer(RuleJudge(), "rubric", mode, weight=2.0)
+    scorer = judging(RuleJudge(), "rubric", mode, weight=2.0)
     done = asyncio.run(scorer.score(group("3", "7", "3", "none")))
     assert [t.rewards["judge"] for t in done.trajectories] == [0.3, 0.7, 0.3, 0.0]
     assert [t.reward for t in done.trajectories] == pytest.approx([0.85, 1.65, 0.85, 0.25])
-    assert len(scorer.judge.asked) == (1 if mode == "group" else 3)  # equal transcripts are judged once
-    assert scorer.cache.reason("7/7.1").reason == "ends with 7"
+    assert len(scorer.judge.model.asked) == (1 if mode == "group" else 3)  # equal transcripts are judged once
+    assert scorer.judge.cache.verdict("7/7.1").reason == "ends with 7"
 
 
 def test_metrics_are_those_since_the_last_time():
-    scorer = JudgeScorer(RuleJudge(), "rubric")
+    scorer = judging(RuleJudge(), "rubric")
     asyncio.run(scorer.score(group("3", "7", "3")))
     first = scorer.metrics()
     assert (first["judge/calls"], first["judge/cached"], first["judge/failed"]) == (2, 1, 0)
@@ -72,53 +77,55 @@ def test_metrics_are_those_since_the_last_time():
 
 @pytest.mark.parametrize("mode", ["each", "group"])
 def test_nothing_is_asked_twice(mode, tmp_path):
-    first = JudgeScorer(RuleJudge(), "rubric", mode, cache=VerdictCache(tmp_path / "judge.sqlite"))
+    first = judging(RuleJudge(), "rubric", mode, cache=AnswerCache(tmp_path / "answers.sqlite"))
     expected = scores(first, group("1", "2", "3"))
-    again = JudgeScorer(RuleJudge(), "rubric", mode, cache=VerdictCache(tmp_path / "judge.sqlite"))
-    assert scores(again, group("1", "2", "3")) == expected and not again.judge.asked
-    assert scores(again, group("3", "1", "2")) == [expected[2], expected[0], expected[1]] and not again.judge.asked
-    other = JudgeScorer(RuleJudge(), "another rubric", mode, cache=VerdictCache(tmp_path / "judge.sqlite"))
-    assert scores(other, group("1", "2", "3")) == expected and other.judge.asked
+    again = judging(RuleJudge(), "rubric", mode, cache=AnswerCache(tmp_path / "answers.sqlite"))
+    assert scores(again, group("1", "2", "3")) == expected and not again.judge.model.asked
+    assert (
+        scores(again, group("3", "1", "2")) == [expected[2], expected[0], expected[1]] and not again.judge.model.asked
+    )
+    other = judging(RuleJudge(), "another rubric", mode, cache=AnswerCache(tmp_path / "answers.sqlite"))
+    assert scores(other, group("1", "2", "3")) == expected and other.judge.model.asked
 
 
 def test_prose_is_answered_once_with_what_is_wrong():
-    scorer = JudgeScorer(RuleJudge("I like it."), "rubric")
+    scorer = judging(RuleJudge("I like it."), "rubric")
     assert scores(scorer, group("4")) == [0.4]
-    told = scorer.judge.asked[1][-1]["content"]
+    told = scorer.judge.model.asked[1][-1]["content"]
     assert told.startswith("error: the reply is not JSON: 'I like it.'")
 
 
 def test_a_judge_that_never_gives_a_verdict_fails_the_trajectory_and_no_other():
-    scorer = JudgeScorer(RuleJudge("hm", "hm", '{"reason": "", "score": 7}', '{"reason": "", "score": 8}'), "rubric")
+    scorer = judging(RuleJudge("hm", "hm", '{"reason": "", "score": 7}', '{"reason": "", "score": 8}'), "rubric")
 
     async def one_after_the_other():
         return [await scorer.score(group(answer)) for answer in ("1", "2", "3")]
 
     first, second, third = [done.trajectories[0] for done in asyncio.run(one_after_the_other())]
     assert first.status == second.status == Status.FAILED and third.rewards == {"judge": 0.3}
-    assert "no verdict in 2 attempts: the reply is not JSON: 'hm'" in first.reason
+    assert "no answer in 2 attempts: the reply is not JSON: 'hm'" in first.reason
     assert "8; write a number from 0 to 1" in second.reason
     assert scorer.metrics()["judge/failed"] == 2
 
 
 def test_a_failure_is_kept_too(tmp_path):
-    first = JudgeScorer(RuleJudge("hm", "hm"), "rubric", cache=VerdictCache(tmp_path / "judge.sqlite"))
+    first = judging(RuleJudge("hm", "hm"), "rubric", cache=AnswerCache(tmp_path / "answers.sqlite"))
     failed = asyncio.run(first.score(group("1"))).trajectories[0]
-    again = JudgeScorer(RuleJudge(), "rubric", cache=VerdictCache(tmp_path / "judge.sqlite"))
-    assert asyncio.run(again.score(group("1"))).trajectories[0] == failed and not again.judge.asked
+    again = judging(RuleJudge(), "rubric", cache=AnswerCache(tmp_path / "answers.sqlite"))
+    assert asyncio.run(again.score(group("1"))).trajectories[0] == failed and not again.judge.model.asked
 
 
 def test_a_refused_request_fails_its_trajectory_and_a_broken_server_is_raised():
-    scorer = JudgeScorer(RuleJudge(RequestRefused("too long")), "rubric")
+    scorer = judging(RuleJudge(RequestRefused("too long")), "rubric")
     done = asyncio.run(scorer.score(group("1"))).trajectories[0]
     assert done.status == Status.FAILED and "too long" in done.reason
     with pytest.raises(ServerFault, match="gone"):
-        asyncio.run(JudgeScorer(RuleJudge(ServerFault("gone")), "rubric").score(group("1")))
+        asyncio.run(judging(RuleJudge(ServerFault("gone")), "rubric").score(group("1")))
 
 
 def test_failed_trajectories_are_not_judged():
     judged = Group("7", TASK, (trajectory("7.0", "1").failed("hung"), trajectory("7.1", "2")))
-    scorer = JudgeScorer(RuleJudge(), "rubric", "group")
+    scorer = judging(RuleJudge(), "rubric", "group")
     done = asyncio.run(scorer.score(judged))
     assert done.trajectories[0] == judged.trajectories[0] and done.trajectories[1].rewards == {"judge": 0.2}
     nobody = Group("8", TASK, (trajectory("8.0", "1").failed("hung"),))

@@ -76,8 +76,8 @@ def test_a_judge_that_dies_stops_the_run_which_resumes_without_asking_twice(tmp_
         run = tmp_path / "stopped"
         said = str(stopped.value)
         assert "out of memory" in said and f"turnwise resume {run}" in said and not (run / "summary.json").exists()
-        with sqlite3.connect(run / "judge.sqlite") as kept:
-            (questions,) = kept.execute("SELECT COUNT(DISTINCT question) FROM verdicts").fetchone()
+        with sqlite3.connect(run / "answers.sqlite") as kept:
+            (questions,) = kept.execute("SELECT COUNT(*) FROM answers").fetchone()
         assert questions == limit - 1  # all but the probe, which belongs to no run
         limit = 10**6
         summary = api.resume(run, quiet=True)
@@ -98,7 +98,7 @@ def test_a_judge_that_is_not_there_is_refused_before_anything_is_written(tmp_pat
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (text("It was fine."), "no verdict in 2 attempts: the reply is not JSON: 'It was fine.'"),
+        (text("It was fine."), "no answer in 2 attempts: the reply is not JSON: 'It was fine.'"),
         ((401, {"error": {"message": "who are you?"}}), "who are you?.*--judge-key-env"),
         ((404, {"error": {"message": "no such model"}}), "no model 'x'.*known: m"),
     ],
@@ -135,7 +135,7 @@ def test_an_evaluation_is_judged_too():
 def test_a_judge_that_turns_to_prose_fails_episodes_with_the_reason():
     answers = iter([*range(10**6)])
     stub = ChatStub(lambda body: judge(body) if next(answers) < 1 else text("Well done!"))
-    refused = pytest.raises(EnvironmentFault, match=r"of 6 episodes failed: .*the judge gave no verdict in 2 attempts")
+    refused = pytest.raises(EnvironmentFault, match=r"of 6 episodes failed: .*the judge gave no answer in 2 attempts")
     with serving(stub) as url, refused:
         evaluate_policy("", "random", "held_out", {"env": ENV, "judge": url, "eval_tasks": 6})
 
@@ -156,7 +156,7 @@ def lenient(monkeypatch):
 
     monkeypatch.setattr(scoring, "REPLY_TOKENS", 6)
     monkeypatch.setattr(scoring, "TOKENS_PER_VERDICT", 0)
-    monkeypatch.setattr(prompts, "_json_of", lambda reply: {"reason": reply, "score": sum(map(ord, reply)) % 11 / 10})
+    monkeypatch.setattr(prompts, "json_of", lambda reply: {"reason": reply, "score": sum(map(ord, reply)) % 11 / 10})
 
 
 @pytest.mark.slow
@@ -166,13 +166,13 @@ def test_a_policy_that_judges_itself_repeats_bit_for_bit(tmp_path, lenient):
         train(tmp_path, "policy", name, **more)
     ours, theirs = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all((ours[name] == theirs[name]).all() for name in theirs)
-    with sqlite3.connect(tmp_path / "one" / "judge.sqlite") as kept:
-        asked = {row[0].split("/")[0] for row in kept.execute("SELECT question FROM verdicts")}
+    with sqlite3.connect(tmp_path / "one" / "answers.sqlite") as kept:
+        asked = {row[0].split("/")[1] for row in kept.execute("SELECT question FROM answers")}
     assert asked == {"policy@0", "policy@1", "policy@2"}  # its weights of each step
 
 
 def test_a_policy_whose_context_is_too_short_to_judge_fails_episodes_in_words(tmp_path):
     from turnwise.errors import EnvironmentFault
 
-    with pytest.raises(EnvironmentFault, match=r"the judge refused to judge: the policy reads 64 tokens"):
+    with pytest.raises(EnvironmentFault, match=r"the judge refused to answer: the policy reads 64 tokens"):
         train(tmp_path, "policy", cold_steps=2, eval_tasks=0, groups=16, group_size=2)

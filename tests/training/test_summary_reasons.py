@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from turnwise.config.settings import Settings
-from turnwise.rewards.judge import StoredVerdicts, Verdict, VerdictCache, as_text
+from turnwise.rewards.judge import AnswerCache, Verdict
 from turnwise.store.rundir import RunDir
 from turnwise.training.rewards import CACHE
 from turnwise.training.summary import RunSummary
@@ -24,9 +24,9 @@ def written(tmp_path, before, after):
 
 
 def test_the_judges_reasons_and_named_rewards_stand_under_each_transcript(tmp_path):
-    with contextlib.closing(VerdictCache(tmp_path / CACHE)) as cache:
-        verdicts = {as_text(BEFORE): Verdict(0.0, "five is\n# wrong"), as_text(AFTER): Verdict(1.0, "four is right")}
-        cache.store("q", StoredVerdicts(verdicts))
+    with contextlib.closing(AnswerCache(tmp_path / CACHE)) as cache:
+        cache.record("g/0", BEFORE, Verdict(0.0, "five is\n# wrong"))
+        cache.record("g/1", AFTER, Verdict(1.0, "four is right"))
     said = written(
         tmp_path, row(BEFORE, 0.0, rewards={"judge": 0.0}), row(AFTER, 1.0, rewards={"judge": 1.0, "short": 0.5})
     )

@@ -164,7 +164,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSection:
-    """Reward functions, and a model as judge."""
+    """Reward functions, and models as judge and helper."""
 
     reward: tuple[str, ...] = setting(
         (),
@@ -180,9 +180,10 @@ class RewardSection:
     env_reward_weight: Finite = setting(1.0, "weight of the environment's own reward beside --reward")
     judge: str = setting(
         "",
-        "judge of finished episodes: http://HOST/v1, policy (itself), or first_error:FOLDER, a model that names a wrong step",
+        "judge of finished episodes: http://HOST/v1, policy (itself), file.py:function, or first_error:FOLDER, a model that "
+        "names a wrong step",
     )
-    judge_model: str = setting("", "name of the judge's model on its server; empty: the only one it serves")
+    judge_model: str = setting("", "name of the judge's or helper's model on its server; empty: the only one it serves")
     judge_rubric: str = setting(
         "", "what the judge scores: words, or a .txt or .md file; empty: was the task done well?"
     )
@@ -190,8 +191,14 @@ class RewardSection:
         "each", "each: every episode alone; group: all episodes of a task in one verdict"
     )
     judge_weight: Finite = setting(1.0, "factor of the judge's score, from 0 to 1, in the reward of the last turn")
-    judge_seconds: Seconds = setting(120.0, "time limit of one reply of the judge, in seconds")
-    judge_key_env: str = setting("", "environment variable that holds the key of the judge's server; empty: no key")
+    judge_seconds: Seconds = setting(120.0, "time limit of one reply of the judge or helper, in seconds")
+    judge_key_env: str = setting(
+        "", "environment variable that holds the key of the judge's or helper's server; empty: no key"
+    )
+    helper: str = setting(
+        "",
+        "model that reflects, hints and judges steps for what asks for it: http://HOST/v1, policy (itself), file.py:function",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,9 @@ class Session(Protocol):
     def park(self) -> None:
         """Mark the session idle, so that the scheduler does not wait for it. The next ``generate`` makes it active again."""
 
+    def unpark(self) -> None:
+        """Make the scheduler wait for it from now on: what is done until its next ``generate`` may take as long as it likes."""
+
     def cancel(self) -> None: ...
 
     def close(self) -> None: ...

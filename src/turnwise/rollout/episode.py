@@ -161,7 +161,7 @@ class UnforkedSession:
     def park(self) -> None:
         pass
 
-    cancel = close = park
+    cancel = close = unpark = park
 
 
 class FailedEnvironment:

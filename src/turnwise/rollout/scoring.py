@@ -11,38 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
-from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Session
-from turnwise.core.records import Group, Message, Sampling, Status, Task, Trajectory
-from turnwise.core.seeds import stable_seed
+from turnwise.core.records import Group, Message, Status, Task, Trajectory
 from turnwise.environments.calls import call_environment
-from turnwise.errors import ContextOverflow, EnvironmentFault, RequestRefused, scarcity
+from turnwise.errors import EnvironmentFault, scarcity
 from turnwise.rewards.builtin import final_answer, normalise
 from turnwise.rewards.conventions import AnswerGroup, AnswerSample, RewardOutcome
 from turnwise.rewards.functions import RewardFunction
 from turnwise.rewards.judge import (
     NO_ERROR,
+    AnswerError,
     JudgeQuestion,
-    StoredVerdicts,
     Transcript,
     Verdict,
-    VerdictCache,
-    VerdictError,
     as_text,
-    complaint,
     count_steps,
     question,
     read_answer,
     steps_of,
 )
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.strategies import EpisodeRunner, succeeded
 
 MAX_REWARD = 3.4e38  # rewards are float32 on a batch
@@ -242,102 +237,63 @@ JUDGE_REWARD = "judge"
 EACH, GROUP = "each", "group"
 MODES = (EACH, GROUP)
 REPLY_TOKENS, TOKENS_PER_VERDICT = 2048, 128  # room for a judge that thinks first, and for each further verdict
-ATTEMPTS = 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelScorer:
-    """What scorers that ask a model share: the model, and counts of questions since the last metrics."""
+    """What scorers that ask a model share."""
 
-    judge: ChatModel
-    counts: dict[str, float] = field(default_factory=dict, kw_only=True)
-    counted: ClassVar[tuple[str, ...]] = ("calls", "cached", "failed", "seconds")
+    judge: Helper
 
     def metrics(self) -> dict[str, float]:
-        counts, self.counts = self.counts, {}
-        return {f"judge/{name}": counts.get(name, 0.0) for name in self.counted}
+        return self.judge.metrics()
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        return self.judge.totals()
 
     def close(self) -> None:
         self.judge.close()
 
-    def _count(self, name: str, amount: float = 1.0) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + amount
 
-
-@dataclass
+@dataclass(frozen=True)
 class JudgeScorer(ModelScorer):
     """A ``GroupScorer``. ``mode``: ``each`` trajectory alone, or the whole ``group`` in one verdict."""
 
     rubric: str
     mode: str = EACH
     weight: float = 1.0
-    cache: VerdictCache = field(default_factory=VerdictCache)
-    _asking: dict[str, asyncio.Lock] = field(default_factory=dict)
 
     async def score(self, group: Group) -> Group:
         indices = scorable(group)
         transcripts = [group.trajectories[i].messages for i in indices]
         outcomes = await self.judged(transcripts) if transcripts else []
         scores: dict[int, RewardScore] = {}
-        for i, outcome in zip(indices, outcomes):
+        for i, transcript, outcome in zip(indices, transcripts, outcomes):
             if isinstance(outcome, str):
                 scores[i] = RewardScore(failure=outcome)
-                self._count("failed")
+                self.judge.count("failed")
             else:
                 scores[i] = RewardScore({JUDGE_REWARD: outcome.score}, self.weight * outcome.score)
-                self.cache.record(f"{group.id}/{group.trajectories[i].id}", outcome)
+                self.judge.cache.record(f"{group.id}/{group.trajectories[i].id}", transcript, outcome)
         return apply_scores(group, scores)
 
     async def judged(self, transcripts: Sequence[Transcript]) -> list[Verdict | str]:
         """The verdict on each transcript, or why there is none."""
         sets = [transcripts] if self.mode == GROUP else [[transcript] for transcript in transcripts]
         questions = [JudgeQuestion.about(self.rubric, some, self.mode == GROUP) for some in sets]
-        answers = await asyncio.gather(*map(self._answer, questions))
+        answers = await asyncio.gather(*map(self._verdicts, questions))
         by_transcript = [answers[0]] * len(transcripts) if self.mode == GROUP else answers
-        return [a.failure or a.verdicts[as_text(transcript)] for a, transcript in zip(by_transcript, transcripts)]
+        return [a if isinstance(a, str) else a[as_text(t)] for a, t in zip(by_transcript, transcripts)]
+
+    async def _verdicts(self, question: JudgeQuestion) -> dict[str, Verdict] | str:
+        room = REPLY_TOKENS + TOKENS_PER_VERDICT * len(question.letters)
+        answer = await self.judge.ask(question.messages(), question.read, room, schema=question.schema())
+        return answer.failure or question.read(answer.text)
 
     def describe(self) -> str:
         """One line for the log."""
         what = "each episode alone" if self.mode == EACH else "all episodes of a task in one verdict"
-        return f"judge: {self.judge.name}, {what}, weight {self.weight:g}"
-
-    def close(self) -> None:
-        super().close()
-        self.cache.close()
-
-    # ------------------------------------------------------------------- asking
-    async def _answer(self, question: JudgeQuestion) -> StoredVerdicts:
-        """From the cache, or from the judge. An equal question that is being asked at this moment is waited for."""
-        key = f"{self.judge.name}/{question.digest}"
-        async with self._asking.setdefault(key, asyncio.Lock()):
-            stored = self.cache.find(key)
-            if stored is None:
-                stored = await self._ask(question)
-                self.cache.store(key, stored)
-            else:
-                self._count("cached")
-        self._asking.pop(key, None)
-        return stored
-
-    async def _ask(self, question: JudgeQuestion) -> StoredVerdicts:
-        messages, fault = question.messages(), VerdictError()
-        room = REPLY_TOKENS + TOKENS_PER_VERDICT * len(question.letters)
-        sampling, seed = Sampling(temperature=0.0, max_tokens=room), stable_seed("judge", question.digest)
-        for _ in range(ATTEMPTS):
-            began = time.perf_counter()
-            try:
-                reply = await self.judge.reply(messages, sampling, seed, schema=question.schema())
-            except RequestRefused as refused:
-                return StoredVerdicts({}, f"the judge refused to judge: {refused}")
-            finally:
-                self._count("calls")
-                self._count("seconds", time.perf_counter() - began)
-            try:
-                return StoredVerdicts(question.read(reply.text))
-            except VerdictError as unreadable:
-                fault = unreadable
-            messages = [*messages, {"role": "assistant", "content": reply.text or "(empty)"}, complaint(fault)]
-        return StoredVerdicts({}, f"the judge gave no verdict in {ATTEMPTS} attempts: {fault}")
+        return f"{self.judge.describe()}, {what}, weight {self.weight:g}"
 
 
 # ----------------------------------------------------------------------------
@@ -348,12 +304,9 @@ FIRST_ERROR = "error"  # the number of the first wrong step, −1 for none
 FIRST_ERROR_TOKENS = 8  # of the reply "error: 2"
 
 
-@dataclass
+@dataclass(frozen=True)
 class FirstErrorScorer(ModelScorer):
     """A ``GroupScorer`` that changes no reward: the fact ``error`` replaces what the environment told."""
-
-    verdicts: dict[str, int] = field(default_factory=dict)  # by question
-    counted = ("calls", "cached", "failed", "flawed", "seconds")
 
     async def score(self, group: Group) -> Group:
         if group.task.split != "train":
@@ -362,29 +315,27 @@ class FirstErrorScorer(ModelScorer):
         for i in scorable(group):
             if succeeded(marked[i]):
                 error = float(await self._first_error(marked[i]))
-                self._count("flawed", float(error != NO_ERROR))
+                self.judge.count("flawed", float(error != NO_ERROR))
                 turns = [replace(turn, facts={**turn.facts, FIRST_ERROR: error}) for turn in marked[i].turns]
                 marked[i] = replace(marked[i], turns=tuple(turns))
         return replace(group, trajectories=tuple(marked))
 
     async def _first_error(self, trajectory: Trajectory) -> int:
         lines = steps_of(trajectory.messages)
-        messages = question(lines)
-        text = str(messages[0]["content"])
-        if text not in self.verdicts:
-            began, seed = time.perf_counter(), stable_seed("first error", text)
-            try:
-                reply = await self.judge.reply(messages, Sampling(temperature=0.0, max_tokens=FIRST_ERROR_TOKENS), seed)
-                said = read_answer(reply.text)
-            except ContextOverflow:  # longer than what the reward model reads
-                said = None
-            self._count("calls")
-            self._count("failed", float(said is None))
-            self._count("seconds", time.perf_counter() - began)
-            self.verdicts[text] = NO_ERROR if said is None or said >= count_steps(lines) else said
-        else:
-            self._count("cached")
-        return self.verdicts[text]
+
+        def read(reply: str) -> int:
+            error = read_answer(reply)
+            if error is None:
+                raise AnswerError(f"{reply!r:.40} names no step")
+            return error
+
+        answer = await self.judge.ask(question(lines), read, FIRST_ERROR_TOKENS)
+        self.judge.count("failed", float(bool(answer.failure)))  # also where it is longer than what the model reads
+        error = NO_ERROR if answer.failure else read(answer.text)
+        return NO_ERROR if error >= count_steps(lines) else error
+
+    def metrics(self) -> dict[str, float]:
+        return {"judge/flawed": 0.0, **self.judge.metrics()}
 
     def describe(self) -> str:
         """One line for the log."""

@@ -46,6 +46,7 @@ class Support:
     opening: str = ""  # how the first turn begins: given, and recorded as context
     without_tools: tuple[str, ...] = ()  # an episode whose first turn begins so cannot call tools
     plan: bool = False  # a plan in words, made from the scripted solution
+    title: str = "example"  # what ``text`` is, in the record
 
     @property
     def label(self) -> str:
@@ -53,7 +54,7 @@ class Support:
         parts = [f"hints 1-{self.tier}"] * bool(self.tier) + [f"prefix {self.share:.2f}"] * bool(self.share)
         parts += [f"last {self.turns_left} turns"] * bool(self.turns_left)
         parts += [f"opening {self.opening!r}"] * bool(self.opening) + ["plan"] * self.plan
-        return ", ".join(parts + ["example"] * bool(self.text)) or "support"
+        return ", ".join(parts + [self.title] * bool(self.text)) or "support"
 
 
 @dataclass(frozen=True)

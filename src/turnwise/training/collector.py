@@ -24,6 +24,7 @@ from turnwise.core.seeds import stable_seed
 from turnwise.errors import EnvironmentFault, HostFault
 from turnwise.observe.rules import LOST, TOO_OLD
 from turnwise.recipes.recipe import Recipe
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.scoring import MAX_REWARD, scored_play
 from turnwise.rollout.strategies import EpisodeRunner, GroupRequest, close
 from turnwise.training.task_feed import TaskFeed, draw_order
@@ -109,6 +110,7 @@ class Collector:
     max_draws: int = 8
     scorer: GroupScorer | None = None  # rewards beside the environment's
     steps: int = 0  # of the whole run: no more groups are issued than they train on; 0: its end is not known
+    helper: Helper | None = None  # a model that episodes and strategies may ask
     to_reissue: deque[tuple[str, Task]] = field(default_factory=deque)  # in flight when the resumed run was stopped
     ready: deque[Group] = field(default_factory=deque)
     running: dict[asyncio.Task[Group], str] = field(default_factory=dict)
@@ -139,7 +141,9 @@ class Collector:
             self.ledger.issue(order.key, order.task, step, self.generator.version)
             opened, lost = self.sessions.setdefault(order.key, []), list[str]()
             open_session, noted = partial(self._open, opened, order.number), _noting(play, lost)
-            request = GroupRequest(order.key, order.task, order.size, open_session, noted, self.last_metrics, step)
+            request = GroupRequest(
+                order.key, order.task, order.size, open_session, noted, self.last_metrics, step, self.helper
+            )
             grow = partial(self.sampler.grow, order, request, self.recipe.strategy)
             first = grow()
             task = asyncio.ensure_future(_grown(first, grow, opened, lost, scorer))

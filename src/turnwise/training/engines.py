@@ -51,10 +51,10 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.serve.policy_host import HostLimits
 from turnwise.training.interrupt import run_async
 from turnwise.training.remote_generators import OWN_PROCESS, make_remote_generator
-from turnwise.training.rewards import POLICY, reward_model_folder
+from turnwise.training.rewards import POLICY, LocalModels, reward_model_folder
 
 FP8 = torch.float8_e4m3fn
-JUDGE_CONTEXT = 8192  # ids that a policy reads when it judges; fewer if the model cannot
+JUDGE_CONTEXT = 8192  # ids that a policy reads when it is asked; fewer if the model cannot
 
 
 def select_device(settings: Settings) -> torch.device:
@@ -270,30 +270,33 @@ def with_opponents(
     return both, both
 
 
-def make_policy_judge(
+def with_local_models(
     settings: Settings, generator: Generator, model: PreTrainedModel, renderer: Renderer
-) -> tuple[Generator, Callable[[], ChatModel]]:
-    """The generator of a run, and its policy as a chat model where it judges itself. The judge has a generator of its own, whose
-    weights follow: it reads longer texts, and what it samples cannot change the batches of rollouts. A reward model of wrong
-    steps is loaded from its folder."""
+) -> tuple[Generator, LocalModels]:
+    """The generator of a run, and what makes its judge or helper of a model of this process. The policy, where it is asked, has
+    a generator of its own, whose weights follow: it reads longer texts, and what it samples cannot change the batches of
+    rollouts. A reward model of wrong steps is loaded from its folder."""
 
-    def single(judge: Any, its_renderer: Renderer, context: int, deterministic: bool) -> LocalGenerator:
+    def single(its_model: Any, its_renderer: Renderer, context: int, deterministic: bool) -> LocalChat:
         """Answers one question at a time: it needs one row of a cache."""
-        return make_local_generator(settings, judge, its_renderer, deterministic, slots=1, context=context)
+        mirror = make_local_generator(settings, its_model, its_renderer, deterministic, slots=1, context=context)
+        return LocalChat(mirror, its_renderer, context)
 
-    def reward_model() -> ChatModel:
-        """A model of its own, with its own tokenizer."""
-        folder = str(reward_model_folder(settings))
-        judge, its_renderer = load_causal_lm(folder), Renderer(load_tokenizer(folder))
-        context = int(getattr(judge.config, "max_position_embeddings", None) or JUDGE_CONTEXT)
-        return LocalChat(single(judge, its_renderer, context, True), its_renderer, context)
+    reads = lambda m: int(getattr(m.config, "max_position_embeddings", None) or JUDGE_CONTEXT)  # noqa: E731
+    policy = None
+    if POLICY in (settings.judge, settings.helper):
+        context = min(reads(model), max(JUDGE_CONTEXT, settings.context))
+        policy = single(model, renderer, context, settings.staleness.deterministic)
+        generator = PairedGenerator(generator, policy.generator)
 
-    if settings.judge != POLICY:
-        return generator, reward_model  # called only where the judge is a folder
-    positions = getattr(model.config, "max_position_embeddings", None) or JUDGE_CONTEXT
-    context = min(int(positions), max(JUDGE_CONTEXT, settings.context))
-    mirror = single(model, renderer, context, settings.staleness.deterministic)
-    return PairedGenerator(generator, mirror), lambda: LocalChat(mirror, renderer, context)
+    def local(address: str) -> ChatModel:
+        if address == POLICY:
+            assert policy is not None
+            return policy
+        judge = load_causal_lm(folder := str(reward_model_folder(settings)))
+        return single(judge, Renderer(load_tokenizer(folder)), reads(judge), True)
+
+    return generator, local
 
 
 GENERATOR_PROGRAM = "turnwise.training.serve"  # of --generator local

@@ -7,7 +7,7 @@ Torch is imported only where a model is loaded. Knows no statistics and no HTTP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from turnwise.store.rundir import RunDir
 from turnwise.training.interrupt import RunStopped, StopSignals, run_async
 from turnwise.training.plan import EnvSpec, resolve_settings
 from turnwise.training.refusals import check_device, check_model_name
-from turnwise.training.rewards import CACHE, Decode, chained, chat_server, check_reachable, open_judge, open_scorer
+from turnwise.training.rewards import CACHE, Decode, LocalModels, chained, check_reachable, open_judge, open_scorer
 from turnwise.training.watch import silent
 
 SPLITS = ("held_out", "train")
@@ -58,7 +58,7 @@ class ServedPolicy:
 
     def connect(self, listen: Listener) -> Coroutine[Any, Any, ChatServer]:
         p = self
-        return chat_server("policy", p.url, p.key_variable, p.model, p.seconds, p.parallel, listen)
+        return ChatServer.reached("policy", p.url, p.key_variable, p.model, p.seconds, p.parallel, listen)
 
 
 def evaluate_policy(
@@ -171,8 +171,8 @@ def _model(env_spec: EnvSpec, folder: Path | None, split: str, run: Path | None,
     renderer = build.make_renderer(s, tokenizer)
     model = build.load_model(s, len(tokenizer), folder)
     local = engines.make_local_generator(s, model, renderer, dialogues=1, cache=sampling_cache(s, model))
-    generator, policy = engines.make_policy_judge(s, local, model, renderer)
-    with _scorers(env_spec, renderer.decode, policy, run, listen) as scorer:
+    generator, models = engines.with_local_models(replace(s, helper=""), local, model, renderer)  # nobody helps here
+    with _scorers(env_spec, renderer.decode, models, run, listen) as scorer:
         learner = None
         if overrides(env_spec.env_class, "policy_questions"):  # it measures probabilities, which a learner computes
             learner = engines.make_cold_start_learner(s, model, 1)
@@ -230,13 +230,13 @@ def _env_spec(settings: Settings) -> EnvSpec:
 
 @contextlib.contextmanager
 def _scorers(
-    env_spec: EnvSpec, decode: Decode, policy: Callable[[], ChatModel], folder: Path | None, listen: Listener
+    env_spec: EnvSpec, decode: Decode, models: LocalModels, folder: Path | None, listen: Listener
 ) -> Iterator[GroupScorer | None]:
     """Reward functions and judge of an evaluation. ``folder``: a run's, where the judge's verdicts are kept."""
     s = env_spec.settings
-    with open_scorer(s, {}, decode) as functions, open_judge(s, policy, folder, listen) as judge:
+    with open_scorer(s, {}, decode) as functions, open_judge(s, models, folder, listen) as judge:
         yield chained(functions, judge)
 
 
-def _no_policy() -> ChatModel:
+def _no_policy(address: str) -> ChatModel:
     raise SettingError("the judge is the policy, but what plays here is no local model; write --judge http://HOST/v1")

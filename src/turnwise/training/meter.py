@@ -214,9 +214,7 @@ class RolloutMeter:
     tasks: TaskStream | None = None
     uninformed: LiveSampler | None = None  # the recipe's sampler, which nobody tells a result
     issued: dict[str, int] = field(default_factory=dict)  # by key: the draw of each of the latest tasks
-    plays: dict[str, list[tuple[str, str]]] = field(
-        default_factory=dict
-    )  # by group: trajectory, the slot that changed it
+    plays: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by group: trajectory, what changed it
     acted: dict[str, list[float]] = field(default_factory=dict)  # by slot
 
     @classmethod
@@ -249,9 +247,7 @@ class RolloutMeter:
 
         async def noted(*args: Any, **more: Any) -> Trajectory:
             name, _, session, *_ = args
-            options = {
-                o for o, value in more.items() if o not in LISTENING and value is not None and value is not False
-            }
+            options = {o for o, value in more.items() if not (value is None or value is False)} - {*LISTENING}
             helped = "guidance" in self.slots and "support" in options
             changed = bool(options) or getattr(session, "shift", None) is not None
             plays.append((name, "guidance" if helped else "strategy" if changed else ""))
@@ -272,9 +268,8 @@ class RolloutMeter:
         return {ACTED + slot: sum(values) / len(values) for slot, values in sorted(acted.items())}
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            {"issued": self.issued, "uninformed": self.uninformed.state_dict()} if self.uninformed is not None else {}
-        )
+        sampler = self.uninformed
+        return {} if sampler is None else {"issued": self.issued, "uninformed": sampler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.uninformed is not None and state:

@@ -68,7 +68,7 @@ from turnwise.training.plan import (
     required_by,
 )
 from turnwise.training.remote_generators import check_generators
-from turnwise.training.rewards import DUMMY, check_judge, check_reward_functions
+from turnwise.training.rewards import DUMMY, check_models, check_reward_functions
 
 if TYPE_CHECKING:
     from turnwise.recipes.recipe import Recipe
@@ -88,6 +88,7 @@ FLAGS = {  # requirements that a flag provides
     "demonstrations": ("demos", "--demos FILE (dialogues as JSON Lines), --demos oracle, or --data FILE (it alone)"),
     "pairs": ("data", "--data FILE (prompt, chosen and rejected as JSON Lines)"),
     "teacher": ("teacher", "--teacher PATH (a model with the same vocabulary)"),
+    "helper": ("helper", "--helper policy (the model that is trained), http://HOST/v1 or file.py:function"),
 }
 BUFFER_FACTS = ("age", "advantage")
 PAIR_FACTS = ("chosen", "gap", "family")
@@ -219,7 +220,7 @@ def _scorers_and_servers(plan: RunPlan) -> Iterator[str]:
     s = plan.settings
     if s.reward:
         check_reward_functions(s, plan.env_spec.env_class, plan.given.rewards)
-    check_judge(s)
+    check_models(s)
     check_generators(s, on_gpu=has_gpu() and not s.device.startswith("cpu"))
     if not s.offline and s.temperature == 0:
         yield "temperature is 0: the rollouts of a task would all be alike, and nothing could be learned; write --temperature 1"
@@ -415,10 +416,12 @@ def requirements(plan: RunPlan) -> Iterator[str]:
     for word in sorted(required_by(recipe)):
         kind, name = kind_and_name(word)
         if word in FLAGS:
-            rows = s.data if s.offline else s.demos
-            if not (s.teacher if word == "teacher" else rows or s.demos):
-                also = "; with --reward the rows of --data are prompts, so leave --reward out" if s.data else ""
-                yield f"{s.title} learns from {'a ' * (word == 'teacher')}{word}; write {FLAGS[word][1]}{also}"
+            model, rows = word in ("teacher", "helper"), (s.data if s.offline else s.demos) or s.demos
+            if not (getattr(s, word) if model else rows):
+                also = "; with --reward the rows of --data are prompts, so leave --reward out" * bool(
+                    s.data and not model
+                )
+                yield f"{s.title} learns from {'a ' * model}{word}; write {FLAGS[word][1]}{also}"
             continue
         if s.offline:
             continue  # the file provides it or not; no environment is involved
@@ -531,6 +534,7 @@ def _unread_flags(plan: RunPlan) -> Iterator[str]:
     for word, value, read in (
         ("demonstrations", s.demos, learns_from_files),
         ("teacher", s.teacher, "teacher" in requires),
+        ("helper", s.helper, "helper" in requires),
     ):
         if value and not read:
             yield f"{s.title} does not learn from {word}; leave --{FLAGS[word][0]} out, or take another method"

@@ -1,31 +1,33 @@
-"""What scores the groups of a run besides its environment: reward functions over rows of a file or episodes, and a judge.
+"""What scores the groups of a run besides its environment, reward functions and a judge; and the model that helps its episodes.
 
-Imports no torch: functions are loaded and a judge is reached before anything else is. Knows no method.
+Imports no torch: functions are loaded and servers are reached before anything else is. Knows no method.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.named_object import load_object
 from turnwise.config.settings import Settings
 from turnwise.core.chat import ChatModel
 from turnwise.core.protocols import GroupScorer, Listener
 from turnwise.core.records import Group
 from turnwise.data.prompts import PromptFile, PromptRow
-from turnwise.engines.remote.chat_server import ChatServer, RetryPolicy, find_model
-from turnwise.engines.remote.http import ServerAddress
+from turnwise.engines.remote.chat_server import ChatServer
 from turnwise.environments.base import overrides
 from turnwise.environments.calls import call_here
 from turnwise.errors import ServerFault, SettingError
 from turnwise.rewards.conventions import AnswerGroup, AnswerSample
 from turnwise.rewards.functions import RewardFunction, RewardLimits, check_rewards, open_rewards
-from turnwise.rewards.judge import VerdictCache
+from turnwise.rewards.judge import AnswerCache
 from turnwise.rewards.spec import parse_rewards
+from turnwise.rollout.helper import ATTEMPTS, FunctionModel, Helper
 from turnwise.rollout.scoring import FirstErrorScorer, FunctionScorer, JudgeScorer, ScorerChain
 from turnwise.training.interrupt import run_async
 from turnwise.training.plan import prompt_data, read_rubric
@@ -33,9 +35,9 @@ from turnwise.training.watch import silent
 
 Decode = Callable[[Sequence[int]], str]
 TASK_COLUMNS = ("difficulty", "seed", "split")
-POLICY = "policy"  # the judge is the policy that is trained
+POLICY = "policy"  # who is asked is the policy that is trained
 FIRST_ERROR = "first_error:"  # begins the value that names the folder of a reward model of first wrong steps
-CACHE = "judge.sqlite"
+CACHE = "answers.sqlite"
 PARALLEL = 16
 DUMMY = "I do not know."  # an answer to try reward functions on
 TRIED_ROWS = 8
@@ -144,27 +146,42 @@ def describe_functions(scorer: FunctionScorer | None) -> list[str]:
     ]
 
 
-# ----------------------------------------------------------------------- the judge
+# ------------------------------------------------------------- the judge and the helper
+
+LocalModels = Callable[[str], ChatModel]  # a model of this process by the setting: policy, or first_error:FOLDER
+SERVER, FUNCTION, FOLDER = "server", "function", "folder"  # what may be asked beside the policy
+NAMED = re.compile(r"(?!https?:).+:[A-Za-z_][\w.]*")
 
 
-def check_judge(settings: Settings) -> None:
-    """Refuse a judge that cannot be reached, or that gives no verdict on a small example."""
-    if settings.judge.startswith(FIRST_ERROR):
-        reward_model_folder(settings)
-    if not _is_served(settings):
+def check_models(settings: Settings) -> None:
+    """Refuse a judge or helper that cannot be reached or loaded, and a judge that gives no verdict on a small example."""
+    s, kinds, rubric = settings, (_kind(settings.judge), _kind(settings.helper)), read_rubric(settings.judge_rubric)
+    if kinds == (SERVER, SERVER) and s.helper != s.judge and (s.judge_model or s.judge_key_env):
+        raise SettingError(
+            f"--judge-model and --judge-key-env are those of one server, and the judge is at {s.judge}, the helper at "
+            f"{s.helper}; take one server for both, or let one of them be the policy or a function"
+        )
+    if kinds[1] == FOLDER:
+        raise SettingError("a model of first wrong steps can only judge; write --judge first_error:FOLDER")
+    if kinds[0] == FOLDER:
+        reward_model_folder(s)
+    asked = {who: _remote_model(s, who) for who, kind in zip(("judge", "helper"), kinds) if kind in (SERVER, FUNCTION)}
+    if "judge" not in asked:
         return
-    rubric = read_rubric(settings.judge_rubric)
+    try:
+        scorer = JudgeScorer(Helper(asked["judge"], who="judge"), rubric, s.judge_mode)
+        (outcome,) = run_async(scorer.judged([PROBE]))
+    except ServerFault as fault:
+        raise SettingError(f"the judge at {s.judge} does not work: {fault}") from None
+    if isinstance(outcome, str):
+        raise SettingError(f"the judge {asked['judge'].name} at {s.judge} does not work: {outcome}")
 
-    async def probe() -> None:
-        server = await connect(settings, silent)
-        try:
-            (outcome,) = await JudgeScorer(server, rubric, settings.judge_mode).judged([PROBE])
-        except ServerFault as fault:
-            raise SettingError(f"the judge at {settings.judge} does not work: {fault}") from None
-        if isinstance(outcome, str):
-            raise SettingError(f"the judge {server.name} at {settings.judge} does not work: {outcome}")
 
-    run_async(probe())
+def _kind(address: str) -> str:
+    """What a judge or helper is; empty for none."""
+    if address in ("", POLICY):
+        return address
+    return FOLDER if address.startswith(FIRST_ERROR) else FUNCTION if NAMED.fullmatch(address) else SERVER
 
 
 def reward_model_folder(settings: Settings) -> Path:
@@ -177,46 +194,45 @@ def reward_model_folder(settings: Settings) -> Path:
 
 def check_reachable(settings: Settings) -> None:
     """Refuse a served judge that does not answer; asks for no verdict."""
-    if _is_served(settings):
-        run_async(connect(settings, silent))
+    if _kind(settings.judge) == SERVER:
+        _remote_model(settings, "judge")
 
 
-def _is_served(settings: Settings) -> bool:
-    return bool(settings.judge) and settings.judge != POLICY and not settings.judge.startswith(FIRST_ERROR)
+def _remote_model(settings: Settings, who: str, listen: Listener = silent) -> ChatModel:
+    """The ``judge`` or ``helper`` of a run: a server that was reached, or a function of a file."""
+    s, address = settings, getattr(settings, who)
+    if _kind(address) == FUNCTION:
+        return FunctionModel(address, load_object(address, f"{who} {address!r}", callable, "function"), s.judge_seconds)
+    connect = ChatServer.reached(
+        who, address, s.judge_key_env, s.judge_model, s.judge_seconds, PARALLEL, listen, "judge"
+    )
+    return run_async(connect)
 
 
-async def connect(settings: Settings, listen: Listener) -> ChatServer:
-    """The served judge of a run."""
-    s = settings
-    return await chat_server("judge", s.judge, s.judge_key_env, s.judge_model, s.judge_seconds, PARALLEL, listen)
-
-
-async def chat_server(
-    who: str, url: str, key_variable: str, model: str, seconds: float, parallel: int, listen: Listener
-) -> ChatServer:
-    """A server after it was reached, with the model to ask. ``key_variable`` names what holds its key."""
-    address = ServerAddress.read(url, key_variable, who)
-    name = await find_model(address, model, who)
-    tell = lambda text: listen("message", {"level": "warning", "text": text})  # noqa: E731
-    return ChatServer(address, name, RetryPolicy(seconds), parallel, tell)
+@contextlib.contextmanager
+def open_model(
+    settings: Settings, who: str, local: LocalModels, folder: Path | None = None, listen: Listener = silent
+) -> Iterator[Helper | None]:
+    """The ``judge`` or ``helper`` of a run or an evaluation; None without one. ``folder``: where answers are kept, so that a run
+    that is resumed, or evaluated later, does not ask again; None: in memory."""
+    kind = _kind(address := getattr(settings, who))
+    if not kind:
+        yield None
+        return
+    model = local(address) if kind in (POLICY, FOLDER) else _remote_model(settings, who, listen)
+    attempts = 1 if kind == FOLDER else ATTEMPTS  # it samples greedily, in one form
+    with contextlib.closing(Helper(model, AnswerCache(folder / CACHE if folder else None), who, attempts)) as helper:
+        yield helper
 
 
 @contextlib.contextmanager
 def open_judge(
-    settings: Settings, policy: Callable[[], ChatModel], folder: Path | None = None, listen: Listener = silent
+    settings: Settings, local: LocalModels, folder: Path | None = None, listen: Listener = silent
 ) -> Iterator[JudgeScorer | FirstErrorScorer | None]:
-    """The judge of a run or an evaluation; None without one. ``policy`` makes the policy a chat model, where it judges itself.
-    ``folder``: where verdicts are kept; None: in memory."""
-    if not settings.judge:
-        yield None
-        return
-    if settings.judge.startswith(FIRST_ERROR):
-        with contextlib.closing(FirstErrorScorer(policy())) as first_errors:
-            yield first_errors
-        return
-    judge = policy() if settings.judge == POLICY else run_async(connect(settings, listen))
-    # a run that is resumed, or evaluated later, does not ask again for a verdict that it has
-    cache = VerdictCache(folder / CACHE if folder else None)
-    rubric = read_rubric(settings.judge_rubric)
-    with contextlib.closing(JudgeScorer(judge, rubric, settings.judge_mode, settings.judge_weight, cache)) as scorer:
-        yield scorer
+    """The judge as a scorer."""
+    s = settings
+    with open_model(s, "judge", local, folder, listen) as judge:
+        if judge is None or _kind(s.judge) == FOLDER:
+            yield None if judge is None else FirstErrorScorer(judge)
+        else:
+            yield JudgeScorer(judge, read_rubric(s.judge_rubric), s.judge_mode, s.judge_weight)

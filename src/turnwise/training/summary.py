@@ -20,7 +20,7 @@ from turnwise.observe.mechanism import mechanism
 from turnwise.observe.report import transcript
 from turnwise.observe.trackers import read_rows
 from turnwise.recipes import catalogue
-from turnwise.rewards.judge import VerdictCache
+from turnwise.rewards.judge import AnswerCache
 from turnwise.rollout.certificate import certificate_lines
 from turnwise.store.atomic import atomic_write
 from turnwise.store.rundir import RunDir
@@ -100,8 +100,8 @@ class RunSummary:
         """The named rewards of an episode, and what the judge said of it."""
         lines = [f"reward {printable_line(name)}: {value:g}" for name, value in row.get("rewards", {}).items()]
         if (path := self.run_dir.path / CACHE).is_file():
-            with contextlib.closing(VerdictCache(path)) as cache:
-                verdict = cache.on_messages(row["messages"])
+            with contextlib.closing(AnswerCache(path)) as cache:
+                verdict = cache.verdict(transcript=row["messages"])
             lines += [f"the judge: {printable_line(verdict.reason)}"] if verdict and verdict.reason else []
         return "".join(f"- {line}\n" for line in lines) + "\n" * bool(lines)
 

@@ -78,7 +78,7 @@ from turnwise.training.refusals import (
     staleness_notes,
 )
 from turnwise.training.resume import changes_since_start, check_files, is_evaluated, require_file, resume_messages
-from turnwise.training.rewards import chained, describe_functions, open_judge, open_scorer
+from turnwise.training.rewards import chained, describe_functions, open_judge, open_model, open_scorer
 from turnwise.training.summary import RunSummary, evaluation_metrics, write_cards
 from turnwise.training.task_feed import TaskFeed, score_tasks
 from turnwise.training.watch import RunEvents, watched
@@ -173,7 +173,7 @@ class Trainer:
         warn = partial(self.events.message, level="warning")
         generator = engines.make_generator(s, self.recipe, model, self.renderer, exact, dialogues, tell=warn)
         generator, self.opponents = engines.with_opponents(s, generator, model, self.renderer)
-        generator, policy = engines.make_policy_judge(s, generator, model, self.renderer)
+        generator, models = engines.with_local_models(s, generator, model, self.renderer)
         teacher, folder = build.load_teacher(s), self.run_dir.path
         learner = engines.make_learner(s, model, self.recipe, teacher, folder, self.renderer)
         self.events.uses(generator=generator, learner=learner)
@@ -181,12 +181,13 @@ class Trainer:
         for name, path in self.paths.items():
             self.events.message(f"{name}: {path}")
         rewards = open_scorer(s, self.plan.given.rewards, self.renderer.decode)
-        judging = open_judge(s, policy, self.run_dir.path, self.events.listen)
-        with engines.closing(learner, generator), rewards as functions, judging as self.judge:
+        judging = open_judge(s, models, folder, self.events.listen)
+        helping = open_model(s, "helper", models, folder, self.events.listen)
+        with engines.closing(learner, generator), rewards as functions, judging as judge, helping as self.helper:
             labels = AnswerLabels() if "fact said" in self.recipe.requirements else None
-            self.scorer = chained(functions, self.judge, labels)
-            judge = [self.judge.describe()] if self.judge else []
-            for text in (*describe_functions(functions), *judge):
+            self.scorer = chained(functions, judge, labels)
+            self.asked = tuple(model for model in (judge, self.helper) if model)
+            for text in (*describe_functions(functions), *(model.describe() for model in self.asked)):
                 self.events.message(text)
             return self.stop.run_loop(self._learn(learner, generator, tokenizer))
 
@@ -269,6 +270,7 @@ class Trainer:
             "checkpoints": self.schedule.facts(),
             "messages": self.messages.warnings,
             **({"ranking": ranking} if self.held_out else {}),
+            **({"asked": self.asked[0].totals()} if self.asked else {}),
             **run_certificate(s, self.run_dir.ledger),
         }
         summary = RunSummary(self.run_dir, s, before, after).write(facts, self.events.seconds)
@@ -310,6 +312,7 @@ class Trainer:
             s.max_draws,
             self.scorer,
             s.steps,
+            helper=self.helper,
         )
 
     def _resume(
@@ -373,7 +376,7 @@ class Trainer:
         return Trackers([JsonLines(directory.metrics, start + 1), *others])
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
-        metrics = {**metrics, **(self.judge.metrics() if self.judge else {})}
+        metrics = {**metrics, **{name: value for model in self.asked for name, value in model.metrics().items()}}
         self.tracker.log(step, metrics)
         self.events.step("learn", step, self.settings.steps, metrics)
         for message in self.health.observe(metrics):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.core.chat import ChatReply
-from turnwise.core.protocols import ToolCall
+from turnwise.core.protocols import Listener, ToolCall
 from turnwise.core.records import Message, Sampling, Stop
 from turnwise.core.seeds import stable_seed
 from turnwise.core.text import clean
@@ -73,6 +73,25 @@ class ChatServer:
     schemas: bool = True  # whether the server has not refused a schema yet
     failed_in_a_row: int = 0
     _told: set[str] = field(default_factory=set)
+
+    @classmethod
+    async def reached(
+        cls,
+        who: str,
+        url: str,
+        key_variable: str,
+        model: str,
+        seconds: float,
+        parallel: int,
+        listen: Listener,
+        flags: str = "",
+    ) -> ChatServer:
+        """A server after it was reached, with the model to ask. ``key_variable`` names what holds its key; ``flags`` begins the
+        names of what says more about it."""
+        address = ServerAddress.read(url, key_variable, who)
+        name = await find_model(address, model, who, flags)
+        tell = lambda text: listen("message", {"level": "warning", "text": text})  # noqa: E731
+        return cls(address, name, RetryPolicy(seconds), parallel, tell)
 
     def __post_init__(self) -> None:
         self._slots, self._pool = asyncio.Semaphore(self.parallel), HttpPool(self.address, foreign=True)
@@ -183,7 +202,7 @@ class ChatServer:
 def _remedy(reply: HttpReply) -> str:
     """What to do about a refusal that no other request would change."""
     if reply.status in (401, 403):
-        return "; name the environment variable that holds the key with --policy-key-env (of a judge: --judge-key-env)"
+        return "; name the environment variable that holds the key with --policy-key-env (of a judge or helper: --judge-key-env)"
     return f"; it sends us to {reply.headers.get('location', '?')}: write that address"
 
 
@@ -200,8 +219,9 @@ async def list_models(address: ServerAddress) -> tuple[str, ...]:
     return tuple(str(row["id"]) for row in rows if isinstance(row, Mapping) and "id" in row)
 
 
-async def find_model(address: ServerAddress, model: str, flag: str) -> str:
-    """The model to ask: the one that the user names, or the only one that the server has."""
+async def find_model(address: ServerAddress, model: str, flag: str, prefix: str = "") -> str:
+    """The model to ask: the one that the user names, or the only one that the server has. ``flag`` gave the address, and
+    ``prefix`` begins the flags that say more about it."""
     try:
         names = await list_models(address)
     except ServerFault as fault:
@@ -210,8 +230,8 @@ async def find_model(address: ServerAddress, model: str, flag: str) -> str:
     if model or len(names) == 1:
         return model or names[0]
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    several = f" serves {len(names)} models; write --{flag}-model NAME with one of: {shown}"
-    none = f"/models names no model; write --{flag}-model NAME, or another address (most servers want /v1 at its end)"
+    several = f" serves {len(names)} models; write --{prefix or flag}-model NAME with one of: {shown}"
+    none = f"/models names no model; write --{prefix or flag}-model NAME, or another address (most servers want /v1 at its end)"
     raise SettingError(f"{address.url}{several if names else none}")
 
 

@@ -457,6 +457,11 @@ class RemoteSession:
         self._parked = True
         self._change("park")
 
+    def unpark(self) -> None:
+        """Let the server wait for this dialogue from now on."""
+        self._parked = False
+        self._change("unpark")
+
     def cancel(self) -> None:
         """Make an unfinished ``generate`` return the tokens it has."""
         self._cancelled = True

@@ -24,7 +24,7 @@ TOKEN_FIELDS = ("tokens", "logp", "mass", "version")
 TURN_FIELDS = ("reward", "agent", "state", "stop", "tool_calls", "tool_errors")
 TRAJECTORY_FIELDS = ("status", "reason", "success", "rewards", "origin")
 # prefixes of metrics that measure time, and of evaluations, which another run may take at other steps
-NOT_COMPARED = ("step", "time", "seconds", "tokens_per_second", "judge/", "eval/")
+NOT_COMPARED = ("step", "time", "seconds", "tokens_per_second", "judge/", "helper/", "eval/")
 PLACE = ("step", "task", "trajectory", "turn", "token")
 # settings that change no step
 NO_CAUSE = ("out", "name", "trackers", "profile", "checkpoint_every", "keep_checkpoints", "eval_every", "eval_tasks")

@@ -32,6 +32,7 @@ from turnwise.store.checkpoint import checkpoints, latest, load_checkpoint, save
 from turnwise.store.rundir import CHECKPOINT_NAME, RunDir
 from turnwise.training.interrupt import RunStopped, StopSignals
 from turnwise.training.plan import GivenObjects, RunPlan
+from turnwise.training.rewards import CACHE
 from turnwise.training.watch import silent
 
 NEVER = 10**9  # steps between checkpoints of a replay: only its last step writes one
@@ -260,13 +261,14 @@ def copy_run(run: RunDir, target: Path, checkpoint: Path | None) -> RunDir:
     copy = RunDir(target)
     if checkpoint is not None:
         shutil.copytree(checkpoint, copy.checkpoints / checkpoint.name, copy_function=link_or_copy)
-    if run.ledger.is_file():
-        source = f"{run.ledger.resolve().as_uri()}?mode=ro"
-        with (
-            contextlib.closing(sqlite3.connect(source, uri=True)) as old,
-            contextlib.closing(sqlite3.connect(copy.ledger)) as new,
-        ):
-            old.backup(new)  # consistent, also while the run is writing
+    for database in (run.ledger, run.path / CACHE):  # what a judge or helper answered is not asked again
+        if database.is_file():
+            source = f"{database.resolve().as_uri()}?mode=ro"
+            with (
+                contextlib.closing(sqlite3.connect(source, uri=True)) as old,
+                contextlib.closing(sqlite3.connect(target / database.name)) as new,
+            ):
+                old.backup(new)  # consistent, also while the run is writing
     return copy
 
 

@@ -115,13 +115,17 @@ def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0, seg
     return BottleneckTree(trunks, best, each, beta, segment)
 
 
-def r3l(tier: int = 1, diagnosis: str = "verifier") -> Strategy:
-    """R3L: half attempts, half retries of failed ones from the turn that went wrong, with a hint that is not recorded.
+def r3l(tier: int = 1, diagnosis: str = "reflection") -> Strategy:
+    """R3L: half attempts, half retries from the step that a reflection names, with its advice, which is not recorded.
 
     Paper: R3L, arXiv 2601.03715.
-    Deviation: the turn is found by the environment's verifier (or surprise) and the advice is its hint; the paper lets the
-    policy reflect. Reflections are not trained on.
-    Sure of: pairs and stripped advice (official code)."""
+    Settings: the policy itself reflects (--helper policy), on every attempt, at temperature 1; a reflection that cannot be read,
+    or that calls the attempt a success, leads to no retry.
+    Deviation: without a retry the partner is another attempt, and a reply that cannot be read is answered once. The advice
+    stands at the end of the first message, not where the retry begins. Reflections are not trained on, nor retries with their
+    advice in the record. With another diagnosis (verifier, surprise, start) failed attempts are retried with the
+    environment's hint, and nobody is asked.
+    Sure of: pairs, fields and checks of a reflection, stripped advice (official code)."""
     return HintedRetry(tier, diagnosis)
 
 

@@ -14,6 +14,7 @@ from turnwise.core.limits import Declared, choice, number
 from turnwise.core.protocols import Session
 from turnwise.core.records import Group, Origin, Status, Task, Trajectory
 from turnwise.errors import RecipeError
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.sampling_correction import PrefixShifts, SamplingCorrection
 from turnwise.rollout.support import Support
 
@@ -43,7 +44,7 @@ class OpenSession(Protocol):
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to grow: ``size`` trajectories of ``task``. ``step`` counts training steps."""
+    """One group to grow: ``size`` trajectories of ``task``. ``step`` counts training steps. ``helper``: a model to ask."""
 
     group: str
     task: Task
@@ -52,6 +53,7 @@ class GroupRequest:
     play: EpisodeRunner
     last_metrics: StepMetrics = field(default_factory=dict)
     step: int = 0
+    helper: Helper | None = None
 
     def sessions(self, count: int | None = None, begin: int = 0) -> list[Session]:
         """Open sessions ``begin``, ``begin`` + 1 ...; as many as the group has trajectories unless told otherwise."""

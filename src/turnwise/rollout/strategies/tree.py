@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from turnwise.core.limits import Declared, choice, number
@@ -18,6 +19,7 @@ from turnwise.core.protocols import Session
 from turnwise.core.records import Completion, Group, Sampling, Status, Stop, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import ContextOverflow, RecipeError
+from turnwise.rewards.judge import REFLECTION_TOKENS, Reflection, reflection_question
 from turnwise.rollout.episode import ForkPoint, inside_turn
 from turnwise.rollout.strategies import GroupRequest, Strategy, close, park, succeeded
 from turnwise.rollout.support import Support
@@ -510,6 +512,9 @@ class WatchedSession:
     def park(self) -> None:
         self.session.park()
 
+    def unpark(self) -> None:
+        self.session.unpark()
+
     def cancel(self) -> None:
         self.session.cancel()
 
@@ -602,27 +607,58 @@ async def attempt(request: GroupRequest, i: int, session: Session) -> GrownEpiso
     return GrownEpisode(trajectory, points)
 
 
+REFLECTION = "reflection"
+
+
 class HintedRetry(Strategy):
-    """Half of a group are attempts. Each failed one is forked at the turn that ``diagnosis`` finds and continued with hints up to
-    ``tier``, which the record does not contain; where an attempt succeeded, its partner is another attempt. ``AfterLastFork``
-    and similar credit train only on what differs."""
+    """Half of a group are attempts. Another half tries them again: a helper reads each attempt and says where to begin and with
+    which advice (``reflection``), or failed ones are forked at the turn that another ``diagnosis`` finds and continued with hints
+    up to ``tier``. The record contains no advice and no hint. The partner of an attempt that was good, or of which the helper
+    says nothing that can be read, is another attempt. ``AfterLastFork`` and similar credit train only on what differs."""
 
     tier: int = number(1, least=1)
-    diagnosis: str = choice(*DIAGNOSES)
+    diagnosis: str = choice(REFLECTION, *DIAGNOSES)
 
-    requirements = frozenset({"forks", "hints"})
     reads_rewards = True
+
+    @property
+    def requirements(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"forks", "helper" if self.diagnosis == REFLECTION else "hints"})
 
     async def grow(self, request: GroupRequest, sessions: list[Session]) -> Group:
         count = (request.size + 1) // 2
         park(sessions[count:])
         tried = await asyncio.gather(*(attempt(request, i, s) for i, s in enumerate(sessions[:count])))
-        options, support = list[dict[str, Any]](), Support(tier=self.tier, recorded=False)
-        for episode in tried[: len(sessions) - count]:
-            point = None if succeeded(episode.trajectory) else first_error(episode, self.diagnosis)
-            options.append({"fork_from": point, "support": support} if point is not None else {})
+        pairs = list(zip(tried, sessions[count:]))
+        options = await asyncio.gather(*(self._again(request, episode, session) for episode, session in pairs))
         again = await request.play_each(sessions[count:], options, count)
         return request.grown([*(g.trajectory for g in tried), *again])
+
+    async def _again(self, request: GroupRequest, episode: GrownEpisode, session: Session) -> dict[str, Any]:
+        """How the partner of an attempt is played."""
+        if self.diagnosis == REFLECTION:
+            reflection = await reflect(request, episode, session)
+            if reflection is None or reflection.outcome == "success":
+                return {}
+            advice = Support(text=reflection.advice, title=REFLECTION, recorded=False)
+            return {"fork_from": episode.points[reflection.step], "support": advice}
+        point = None if succeeded(episode.trajectory) else first_error(episode, self.diagnosis)
+        hint = Support(tier=self.tier, recorded=False)
+        return {"fork_from": point, "support": hint} if point is not None else {}
+
+
+async def reflect(request: GroupRequest, episode: GrownEpisode, session: Session) -> Reflection | None:
+    """What the helper says of an attempt; None where there is nothing to read, or no answer. ``session`` plays next."""
+    assert request.helper is not None, "a strategy that asks requires a helper"
+    steps = len(episode.points[: len(episode.trajectory.turns)])
+    if episode.trajectory.status == Status.FAILED or not steps:
+        return None
+    session.unpark()  # batches of a deterministic generator must not depend on how long an answer takes
+    read = partial(Reflection.read, steps=steps)
+    question = reflection_question(episode.trajectory.messages, steps)
+    answer = await request.helper.ask(question, read, REFLECTION_TOKENS, temperature=1.0)
+    request.helper.count("failed", float(bool(answer.failure)))
+    return None if answer.failure else read(answer.text)
 
 
 class RepairedAttempts(Strategy):
