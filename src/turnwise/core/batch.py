@@ -317,9 +317,8 @@ class _Packer:
         i64, f32 = torch.int64, torch.float32
         turns, sizes = self.turn_records, tensor_of([len(turn.tokens) for turn in self.turn_records], i64)
         ids, start, owner, begins = (tensor_of(x, i64) for x in (self.ids, self.start, self.owner, self.begins))
-        of_token, of_turn, of_trajectory = (
-            torch.repeat_interleave(n) for n in (sizes, tensor_of(self.turns, i64), tensor_of(self.trajectories, i64))
-        )
+        counts = sizes, tensor_of(self.turns, i64), tensor_of(self.trajectories, i64)
+        of_token, of_turn, of_trajectory = map(torch.repeat_interleave, counts)
         tree = Tree(of_token, of_turn, of_trajectory, len(self.trajectories))
         at = torch.arange(of_token.numel()) + (begins - (sizes.cumsum(0) - sizes))[of_token]
         names = sorted({name for t in self.members for name in t.rewards})

@@ -141,9 +141,8 @@ class Collector:
             self.ledger.issue(order.key, order.task, step, self.generator.version)
             opened, lost = self.sessions.setdefault(order.key, []), list[str]()
             open_session, noted = partial(self._open, opened, order.number), _noting(play, lost)
-            request = GroupRequest(
-                order.key, order.task, order.size, open_session, noted, self.last_metrics, step, self.helper
-            )
+            more = self.last_metrics, step, self.helper
+            request = GroupRequest(order.key, order.task, order.size, open_session, noted, *more)
             grow = partial(self.sampler.grow, order, request, self.recipe.strategy)
             first = grow()
             task = asyncio.ensure_future(_grown(first, grow, opened, lost, scorer))
