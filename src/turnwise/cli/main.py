@@ -59,6 +59,7 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         looks.audit,
         "print where the losses of TRL or verl, or a dumped batch, deviate from the recipe in float64",
     ),
+    "credit-bench": (looks.credit_bench, "score the credit of every method against the true advantage of each turn"),
     "probe-reward": (
         looks.probe_reward,
         "attack an environment's reward and show the best-paid behaviour that is wrong",
