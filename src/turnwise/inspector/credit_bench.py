@@ -87,10 +87,9 @@ class FrozenPolicy:
         order = sorted(range(len(sequences)), key=lambda n: len(sequences[n]))
         for i in range(0, len(order), ROWS):
             part = order[i : i + ROWS]
-            rows = torch.zeros(len(part), len(sequences[part[-1]]), dtype=torch.int64)
-            for row, n in zip(rows, part):  # nothing attends to the padding behind it
-                row[: len(sequences[n])] = torch.tensor(sequences[n])
-            for hidden, n in zip(decoder(rows).last_hidden_state, part):
+            longest = len(sequences[part[-1]])  # nothing attends to the padding behind a shorter one
+            rows = torch.tensor([sequences[n] + (0,) * (longest - len(sequences[n])) for n in part])
+            for hidden, n in zip(decoder(rows.to(self.model.device)).last_hidden_state, part):
                 out[n] = hidden[len(sequences[n]) - 1 - last[n] : len(sequences[n])].double()
         return out
 
@@ -108,9 +107,10 @@ class FrozenPolicy:
             for i in range(0, len(begun), ROWS):
                 part = begun[i : i + ROWS]
                 states = self.states([prompts[n] + ids for n, ids, _ in part], [0] * len(part))
-                p = self.chances(torch.cat(states)) * torch.tensor([chance for *_, chance in part])[:, None]
-                for row, token in (p >= SMALLEST).nonzero().tolist():
-                    n, ids, chance = part[row][0], (*part[row][1], token), float(p[row, token])
+                p = self.chances(torch.cat(states)).cpu() * torch.tensor([chance for *_, chance in part])[:, None]
+                rows, columns = (p >= SMALLEST).nonzero(as_tuple=True)
+                for row, token, chance in zip(rows.tolist(), columns.tolist(), p[rows, columns].tolist()):
+                    n, ids = part[row][0], (*part[row][1], token)
                     room = min(self.max_tokens, self.context - len(prompts[n]))
                     if token in self.stop_ids or len(ids) >= room:
                         listed[n][ids] = chance
@@ -124,8 +124,8 @@ class FrozenPolicy:
         states = torch.cat(self.states([a + b[:-1] for a, b in turns], [len(b) - 1 for _, b in turns]))
         chosen = torch.tensor([token for _, tokens in turns for token in tokens])
         error = -self.chances(states)
-        error[torch.arange(len(chosen)), chosen] += 1
-        return error.float(), states.float()
+        error[torch.arange(len(chosen)), chosen.to(error.device)] += 1
+        return error.float().cpu(), states.float().cpu()
 
 
 # ------------------------------------------------------- every state, every answer
@@ -267,7 +267,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         s = self.spec.settings
-        model = copy.deepcopy(self.model).eval()
+        model = copy.deepcopy(self.model).eval().to(engines.select_device(s))
         self.policy = FrozenPolicy(model, self.renderer.stop_ids, s.max_tokens, s.context, s.temperature)
         self.play = build.make_play(self.spec, self.renderer, build.sampling_settings(s), record_masked=True)
         self.generator = engines.make_local_generator(s, copy.deepcopy(self.model), self.renderer, dialogues=s.slots)
