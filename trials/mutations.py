@@ -39,7 +39,8 @@ ROOMS = (  # a folder, or a module
 )  # fmt: skip
 TESTS = (
     "tests/algebra", "tests/credit", "tests/recipes", "tests/tasks", "tests/rollout", "tests/data/test_past_batches.py",
-    "tests/data/test_replay.py", "tests/data/test_demonstrations.py", "tests/training/test_pivot_runs.py",
+    "tests/data/test_replay.py", "tests/data/test_demonstrations.py", "tests/store/test_shared_pool.py",
+    "tests/training/test_pivot_runs.py",
 )  # fmt: skip
 SWEEPS = ("test_contract", "test_every_method")  # their tests are chosen by the method they are about
 TIERS = {"test": ["-m", "not thorough"], "thorough": ["--hypothesis-profile=thorough"]}  # of the Makefile

@@ -172,6 +172,17 @@ def test_ib_tpo_inside_one_response():
     close(local, [0.1 * (x - 1.2) / 2 for x in (1.0, 2.0, 0.0)])
 
 
+@pytest.mark.parametrize("segment, likelihoods", [(2, [0.5, 0.5, 0.125, 0.125, 0.0625]), (0, [0.5**2.4] * 5)])
+def test_steps_of_ib_tpo_are_those_of_its_tree(segment, likelihoods):
+    """Nobody forks: what a step tells is (1 − 1.2)·π_ref of the step, and a step has so many tokens."""
+    tokens = [records.token(-1.0, reference=math.log(p)) for p in (0.5, 0.5, 0.25, 0.0625, 0.0625)]
+    rows = [Trajectory([Turn(tokens, 1.0)]), Trajectory([Turn([records.token(-1.0, reference=0.0)], 1.0)])]
+    _, batch, _ = forests.owned([[forests.Branch(row) for row in rows]])
+    recipe = recipes.build("ib_tpo", segment=segment)
+    assert recipe.strategy.segment == segment
+    close(recipe.advantage.right(batch).at(TOKEN).x, [0.1 * -0.2 * x for x in (*likelihoods, 1.0)])
+
+
 @pytest.mark.parametrize(
     "hyper, theirs",
     [({}, {}), ({"alpha": 1.5, "best": 0.75, "perfect": 1.5, "tau": 0.5}, {"alpha": 1.5, "best": 0.75, "tau": 0.5})],

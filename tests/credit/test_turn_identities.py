@@ -163,6 +163,16 @@ def test_hgpo_golden():
     )  # the finest
 
 
+def test_what_differs_by_rounding_is_a_level_without_a_peer():
+    """A billionth from the mean counts as 0, twice as much does not."""
+    term = HierarchyOfGroups(ReturnToGo(), history=0, scale=False)
+    for gap, expected in ((1e-9, [0.0, 0.0]), (2e-9, [-2e-9, 2e-9])):
+        batch = pack(records_of([[[1]], [[1]]], 0))
+        paid = Field(batch.tree, TURN, torch.tensor([0.0, 2 * gap], dtype=torch.float64))
+        among = term._among(paid, Partition.by(batch.tree, TURN, torch.zeros(2, dtype=torch.int64)))
+        assert among.x.tolist() == expected
+
+
 @settings(deadline=None, max_examples=10)
 @given(seed=SEEDS)
 def test_hgpo_without_history_is_the_step_term(seed):

@@ -146,6 +146,7 @@ def test_a_pool_draws_by_the_size_of_the_credit():
     book = Book()
     live = book.open(WeightedPool(share=1.0))
     credit = {"0.0": 0.0, "0.1": 1.0, "0.2": -3.0, "0.3": math.nan}
+    assert live.rule.takes(None, -1.5e-6) and not live.rule.takes(None, 0.5e-6)  # below is rounding
     book.learn(live, [group("0", 1, 0, 0, 0, 0)], credit, 0)
     assert [entry[0] for entry in live.stored] == ["0.1", "0.2"]
     first = [past(live.mix([group("x", 1, 0.0)], step))[0].id for step in range(2000)]

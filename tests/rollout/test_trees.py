@@ -17,7 +17,7 @@ from turnwise.errors import SettingError
 from turnwise.recipes.experience import piece
 from turnwise.rollout.episode import ForkPoint
 from turnwise.rollout.strategies import Independent
-from turnwise.rollout.strategies.tree import GrownEpisode, edit_distance, first_error
+from turnwise.rollout.strategies.tree import GrownEpisode, UncertainTokens, edit_distance, first_error
 from turnwise.rollout.support import Support
 from turnwise.training import episodes
 
@@ -169,6 +169,18 @@ def test_an_attempt_without_a_turn_is_not_tried_again():
     assert first_error(attempted((3, 2)), "start").turn == 0
     assert first_error(attempted(()), "start") is None
     assert first_error(attempted((3, 2), status=Status.FAILED), "verifier") is None
+
+
+@pytest.mark.parametrize(
+    "tokens, status, near",
+    [((2, 2, 2), Status.FINISHED, True), ((5, 5, 5), Status.FINISHED, False), ((2, 2, 2), Status.FAILED, False)],
+)
+def test_what_comes_back_to_its_parents_tokens_has_reconverged(tokens, status, near):
+    """A fork that broke is no copy of its parent: it stays, as a failure."""
+    parent, child = attempted((2, 1)), attempted((1,), status=status)
+    turn = replace(child.trajectory.turns[0], tokens=tokens, logp=(-0.5,) * 3, version=(0,) * 3)
+    child.trajectory = replace(child.trajectory, id="b", turns=(turn,))
+    assert UncertainTokens(look=3)._reconverged(child, parent.points[1], [parent]) is near
 
 
 def test_a_fork_by_replay_is_a_fork_by_snapshot(monkeypatch):

@@ -56,6 +56,19 @@ def run(sampler, waves: int, count: int = 8, size: int = 4) -> list[str]:
     return drawn
 
 
+def test_a_pool_is_cycled_without_its_solved_tasks_and_then_replaced():
+    live = piece("sampler", "unsolved,pool=5,solved=0.5").open(STREAM)
+    wave = lambda count: [live.next()[1].key for _ in range(count)]  # noqa: E731
+    of = lambda *numbers: [STREAM.draw(n).key for n in numbers]  # noqa: E731
+    assert wave(7) == of(0, 1, 2, 3, 4, 0, 1)
+    for n, results in ((3, [1, 0]), (2, [1, 0, 0])):  # a half is enough, a third is not
+        live.observe(group_of(STREAM.draw(n), results))
+    assert wave(4) == of(2, 4, 0, 1) and live.metrics()["tasks_solved"] == 1
+    for n in (0, 1, 2, 2, 4):
+        live.observe(group_of(STREAM.draw(n), [1, 1]))
+    assert wave(6) == of(5, 6, 7, 8, 9, 5)
+
+
 # ---------------------------------------------------------------- laws of all
 
 

@@ -38,7 +38,7 @@ class Limit(StrEnum):
 
     TURNS = "turns"
     CONTEXT = "context"
-    TOKENS = "tokens"  # sampled in an agent's whole episode
+    TOKENS = "tokens"  # sampled in an agent's whole episode, or in a window of one
     SECONDS = "seconds"  # of an agent's whole episode
     ENVIRONMENT = "environment"  # a limit of its own
 
@@ -58,6 +58,7 @@ class Stop(StrEnum):
     STRING = "string"  # a stop string
     LENGTH = "length"  # the token budget of the turn or the context window
     CANCELLED = "cancelled"
+    WINDOW = "window"  # the tokens of its episode's present window; another episode goes on from here
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -164,6 +165,10 @@ class UnforkedSession:
     cancel = close = unpark = park
 
 
+class WindowEnd(Exception):
+    """The tokens of this window are sampled."""
+
+
 class FailedEnvironment:
     """Stands for an environment whose constructor raised: its episode fails, the rest of the group and the run continue."""
 
@@ -193,6 +198,7 @@ class Episode:
         with_hint: bool = False,
         support: EpisodeSupport | None = None,
         max_turns: int | Sequence[int] = 0,
+        max_tokens: int = 0,
         wording: int = 0,
         entropies: list[Sequence[float]] | None = None,
         others: OtherSeats | None = None,
@@ -201,11 +207,13 @@ class Episode:
         ``fork_points``: a list to which the episode appends its own. ``with_hint``: sample with the environment's hint in the
         prompt, and record the trajectory without it; only the log-probabilities depend on the hint. ``support``: other help.
         ``max_turns``: fewer turns than the environment allows; several are limits that are extended in this order, and the policy
-        is told after each turn how many are left. ``wording``: which wording of the task to show. ``entropies``: a list that
-        receives those of each turn's tokens, empty where the generator does not report them. ``others``: who plays the seats that
-        are not the policy's."""
+        is told after each turn how many are left. ``max_tokens``: the episode ends after so many sampled tokens, inside a turn if
+        need be, of which the environment then hears nothing. ``wording``: which wording of the task to show. ``entropies``: a
+        list that receives those of each turn's tokens, empty where the generator does not report them. ``others``: who plays the
+        seats that are not the policy's."""
         self.others, self.carried_restart, self.no_tools = others, False, False
         self.support, self.wording, self.carried, self.entropies = support, wording, list[int](), entropies
+        self.window = max_tokens or sys.maxsize  # tokens that it may still sample
         # what was done in the environment and what it said; ``names_states``: whether it has keys of its own
         self.actions, self.replies, self.observation, self.names_states = list[Action](), list[str](), "", True
         stages = [min(limits.turns, n) for n in ([max_turns] if isinstance(max_turns, int) else max_turns) if n]
@@ -239,6 +247,8 @@ class Episode:
             self.end = await self._state()
         except ContextOverflow as overflow:
             status, reason, self.limit = Status.TRUNCATED, str(overflow), Limit.CONTEXT
+        except WindowEnd:
+            status, reason, self.limit = Status.TRUNCATED, "end of a window", Limit.TOKENS
         except Exception as fault:  # raised by the environment, the generator or the machine
             status, reason = Status.FAILED, fault_words(fault)
             self.lost = bool(host_fault(fault))
@@ -316,6 +326,8 @@ class Episode:
             if room < 1:
                 self.limit = Limit.CONTEXT
                 return Status.TRUNCATED, f"context window of {self.limits.context} tokens (--context)"
+            if self.window < 1:
+                raise WindowEnd
             seat = str(getattr(self.environment, "agent", "agent"))
             others_move = self.others is not None and seat != self.others.seat
             step = await (self._other_turn if others_move else self._turn)(self.dialogue)
@@ -427,9 +439,13 @@ class Episode:
         sampling = self.sampling
         if start:  # the limit holds for the whole turn
             sampling = replace(sampling, max_tokens=max(1, sampling.max_tokens - len(start)), begun=len(start))
-        completion = await self.session.generate([*(self.hinted_dialogue or dialogue).ids, *start], sampling)
+        in_window = replace(sampling, max_tokens=min(sampling.max_tokens, self.window))
+        completion = await self.session.generate([*(self.hinted_dialogue or dialogue).ids, *start], in_window)
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")
+        self.window -= len(completion.tokens)
+        if self.window < 1 and completion.stop == Stop.LENGTH and len(completion.tokens) < sampling.max_tokens:
+            completion = replace(completion, stop=Stop.WINDOW)
         action: Action = self.renderer.append_sampled(dialogue, [*start, *completion.tokens])
         if not self.turns and self.support is not None and self.support.without_tools:
             self.no_tools = action.text.lstrip().startswith(tuple(text.strip() for text in self.support.without_tools))
@@ -440,6 +456,8 @@ class Episode:
             self.entropies.append(tuple(completion.entropy))
         began = time.perf_counter()
         try:
+            if completion.stop == Stop.WINDOW:  # the environment hears of a turn when it is whole
+                raise WindowEnd
             step = await self._step(action)
         except BaseException:
             step = Step()

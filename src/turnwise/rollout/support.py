@@ -47,6 +47,9 @@ class Support:
     without_tools: tuple[str, ...] = ()  # an episode whose first turn begins so cannot call tools
     plan: bool = False  # a plan in words, made from the scripted solution
     title: str = "example"  # what ``text`` is, in the record
+    # ids of the turns that an earlier episode took, the last one up to where it was cut, and its name
+    taken: tuple[tuple[int, ...], ...] = ()
+    name: str = ""
 
     @property
     def label(self) -> str:
@@ -54,6 +57,7 @@ class Support:
         parts = [f"hints 1-{self.tier}"] * bool(self.tier) + [f"prefix {self.share:.2f}"] * bool(self.share)
         parts += [f"last {self.turns_left} turns"] * bool(self.turns_left)
         parts += [f"opening {self.opening!r}"] * bool(self.opening) + ["plan"] * self.plan
+        parts += [f"continues {self.name}"] * bool(self.taken)
         return ", ".join(parts + [self.title] * bool(self.text)) or "support"
 
 
@@ -87,6 +91,8 @@ class SupportResolver:
             if not help_.solution:
                 raise EnvironmentFault(f"{task.environment} has no scripted solution of this task to make a plan from")
             return EpisodeSupport(support.label, plan_of(help_.solution), support.recorded)
+        if support.taken:
+            return EpisodeSupport(support.label, turns=support.taken[:-1], start=support.taken[-1])
         if support.opening or support.without_tools:
             label, start = support.label if support.opening else "", tuple(self.renderer.encode(support.opening))
             return EpisodeSupport(label, start=start, without_tools=support.without_tools)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from turnwise.core.limits import Declared, number
-from turnwise.core.records import Group, Task
+from turnwise.core.records import Group, Limit, Task
 from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful
 from turnwise.errors import SettingError
@@ -133,6 +133,37 @@ class Unsolved(Sampler):
     live = _UnsolvedPool
     solved: float = number(0.9, above=0, most=1)
     pool: int = number(1024, least=1)
+
+
+@dataclass
+class _Begun(LiveSampler):
+    fresh: int = 0
+    again: list[int] = field(default_factory=list)  # draws of the stream
+    issued: dict[str, int] = field(default_factory=dict)  # those in flight, by task key
+    saved = ("drawn", "fresh", "again", "issued")
+
+    def task(self, n: int) -> Task:
+        if self.again:
+            place = self.again.pop(0)
+        else:
+            place, self.fresh = self.fresh, self.fresh + 1
+        task = self.tasks.draw(place)
+        self.issued[task.key] = place
+        return task
+
+    def observe(self, group: Group) -> None:
+        place = self.issued.pop(group.task.key, None)
+        if place is not None and any(t.limit == Limit.TOKENS for t in group.trajectories):
+            self.again.append(place)
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "tasks_begun": float(len(self.again))}
+
+
+class Begun(Sampler):
+    """Tasks with an episode that a window cut, in the order in which they were cut; a new task where there is none."""
+
+    live = _Begun
 
 
 # ------------------------------------------------------------------ uncertainty

@@ -43,7 +43,7 @@ from turnwise.workers.process import WorkerLost
 
 MOST_PROCESSES = 32  # by default, however many cores there are: one interpreter must answer all of them
 # options of an episode that mean the same in another process; the others share objects with whoever gave them
-CROSSING = frozenset({"support", "with_hint", "max_turns", "wording"})
+CROSSING = frozenset({"support", "with_hint", "max_turns", "max_tokens", "wording"})
 SETUP, PLAY, SAMPLED, RAISED, CANCEL = range(5)  # what is said to a process that plays ...
 GENERATE, PLAYED, FAULT = range(3)  # ... and what it answers
 NO_LIMIT = 1 << 30

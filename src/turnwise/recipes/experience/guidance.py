@@ -17,6 +17,7 @@ from turnwise.rollout.guidance import (
     ShortestPrefix,
     SolvedExamples,
     WeakestHint,
+    Windows,
 )
 
 
@@ -152,3 +153,13 @@ def bepa(tries: int = 4) -> Guidance:
     succeeds, the demonstration enters.
     Sure of: the idea (paper-level text)."""
     return SelfRolledPlans(tries)
+
+
+def t_ppo(length: int = 32) -> Guidance:
+    """T-PPO (windows): episodes end after a window of tokens and go on in the group with which their task comes back.
+
+    Paper: Truncated Proximal Policy Optimization, arXiv 2506.15050.
+    Settings: windows of 8k of 24k tokens (recalled).
+    Deviation: a group comes back as a whole; the places of its finished episodes begin again. Write --sampler t_ppo, so that
+    tasks come back. Values of unfinished episodes and the critic's targets belong to the method t_ppo."""
+    return Windows(length)

@@ -10,7 +10,16 @@ from turnwise.tasks.pool_samplers import (
     ThompsonFrontier,
     VariancePromotion,
 )
-from turnwise.tasks.samplers import CyclePool, Sampler, Stages, UncertaintySampler, Uniform, Unsolved, WeightedSets
+from turnwise.tasks.samplers import (
+    Begun,
+    CyclePool,
+    Sampler,
+    Stages,
+    UncertaintySampler,
+    Uniform,
+    Unsolved,
+    WeightedSets,
+)
 
 
 def uniform() -> Sampler:
@@ -136,3 +145,10 @@ def gain_rl(
 def sets(weights: str = "") -> Sampler:
     """Sets: the tasks of each difficulty in given shares, weights=0.2/0.3/0.5."""
     return WeightedSets(weights)
+
+
+def t_ppo() -> Sampler:
+    """T-PPO (slots): tasks with unfinished episodes first, in order; then new ones.
+
+    Paper: Truncated Proximal Policy Optimization, arXiv 2506.15050."""
+    return Begun()

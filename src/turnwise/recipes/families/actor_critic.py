@@ -23,6 +23,8 @@ from turnwise.core.signals import Signal
 from turnwise.maths.divergences import k2
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.recipe import Kind, Recipe
+from turnwise.rollout.guidance import Windows
+from turnwise.tasks.samplers import Begun
 
 KIND = Kind.OBJECTIVE
 
@@ -157,16 +159,22 @@ def bpo(
     )
 
 
-def t_ppo(clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_weight: float = 1.0) -> Recipe:
-    """T-PPO: truncated episodes bootstrap from the critic; the critic learns from finished episodes only.
+def t_ppo(
+    clip: float = 0.2, gamma: float = 1.0, lam: float = 0.95, value_weight: float = 1.0, window: int = 32
+) -> Recipe:
+    """T-PPO: episodes are trained on by windows; what is cut bootstraps from the critic and goes on in the next step.
 
     unfinished: V(s_l) := V(s_{l−1}) in GAE;  critic: Monte-Carlo returns of finished episodes
 
     Paper: Truncated Proximal Policy Optimization, arXiv 2506.15050.
     Settings: clip 0.2; windows of 8k of 24k tokens (recalled).
-    Deviation: episodes are cut by the run's own limits and not continued in the next round; advantages not whitened."""
+    Deviation: the critic learns from the last window of a finished episode, not from all its tokens: those before are context. A
+    group comes back as a whole, and the places of its finished episodes begin again. Advantages not whitened. Write window=8192
+    or so for answers of thousands of tokens."""
     target = ReturnToGo(gamma, TOKEN)
     return Recipe(
+        sampler=Begun(),
+        guidance=Windows(window),
         advantage=GAE(gamma, lam, bootstrap=True),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),

@@ -347,11 +347,13 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 0) -> Recipe:
 
 class LocalInformation(Term):
     """(v/v₀ − (1 + 1/β))·π_ref of each step: v is the mean return of the trajectories that pass through its end, v₀ of those
-    through its start; π_ref by token. A step is a turn, or what lies between forks inside it. Where v₀ is 0, v/v₀ is 0."""
+    through its start; π_ref by token. A step is a turn, or what lies between forks inside it, of at most ``segment`` tokens (0:
+    any number). Where v₀ is 0, v/v₀ is 0."""
 
     reads = frozenset({Signal.REFERENCE})
     requires = frozenset({"forks"})
     beta: float = number(5.0, above=0)
+    segment: int = number(0, least=0)
 
     def __call__(self, batch: Batch) -> Field:
         forks, turn = ForkTree(batch), batch.tree.ancestor(TOKEN, TURN)
@@ -360,6 +362,8 @@ class LocalInformation(Term):
         value = forks.sum_through(final) / forks.sum_through(ones).clamp(min=1)
         cut = forks.sum_at_starts(ones) > 0
         cut[forks.turn_position] = True
+        if self.segment:
+            cut[forks.position_after - 1] |= batch.tree.index(TOKEN, TURN).x % self.segment == 0
         start = forks.segment_starts(cut)
         before, after = value[start], value[forks.position_after]
         told = torch.where(before != 0, after / torch.where(before != 0, before, 1.0), 0.0) - (1 + 1 / self.beta)
@@ -375,6 +379,7 @@ def ib_tpo(
     trunks: int = 4,
     best: int = 1,
     each: int = 1,
+    segment: int = 16,
 ) -> Recipe:
     """IB-TPO: a tree that grows where turns told most about the outcome; its steps are credited by lead and by what they told.
 
@@ -382,11 +387,11 @@ def ib_tpo(
 
     Paper: Long Live The Balance: Information Bottleneck Driven Tree-based Policy Optimization, arXiv 2605.28109.
     Settings: beta 5, local 0.1, KL 0.001, 12 trajectories: 4 trunks and 8 rounds of one continuation of the best node.
-    Deviation: a step is a turn, or what lies between forks inside it, not a paragraph; π_ref(s) is the mean by token; where
-    p(parent) is 0, the quotient is 0."""
+    Deviation: a step is a turn, or segment tokens of one, not a paragraph; π_ref(s) is the mean by token; where p(parent) is 0,
+    the quotient is 0."""
     return Recipe(
-        advantage=MeanOverPaths(Standardise(PathReturn())) + local * LocalInformation(beta),
-        strategy=BottleneckTree(trunks, best, each, beta),
+        advantage=MeanOverPaths(Standardise(PathReturn())) + local * LocalInformation(beta, segment),
+        strategy=BottleneckTree(trunks, best, each, beta, segment),
         budget=Fixed(8, 12),
         gate=Clip(clip, clip),
         penalties=(WeightedPenalty(kl, KL("k3")),),
