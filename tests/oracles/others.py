@@ -580,8 +580,8 @@ def patched(own: Group, instead: Trajectory | None) -> Group:
 def arpo_gui(batch: Batch, low: float = 0.2, high: float = 0.3, dual: float | None = 3.0, capacity: int = 8) -> Result:
     """A failing group's first rollout gives way to a stored success (the replayed rows of the group, oldest first).
 
-    House: R of the failure test and of insertion is the task reward (sum of turn rewards), std with n - 1, 0 for one
-    rollout; the draw is the replayed row with the lowest lot; dual clip 3; seq-mean-token-mean over the rows in use.
+    House: R of the failure test and of insertion is the task reward (sum of turn rewards), std with n as in the released
+    code; the draw is the replayed row with the lowest lot; dual clip 3; seq-mean-token-mean over the rows in use.
     extra["buffer"]: for every group the positions of its rows that are the next buffer, oldest first.
     """
     advantages = {}
@@ -592,7 +592,7 @@ def arpo_gui(batch: Batch, low: float = 0.2, high: float = 0.3, dual: float | No
         own, stored = of(group, "policy"), of(group, "replay")
         rewards = [total(one) for one in own]
         # Card: "group fails ⇔ std(R) < 0.05 and mean(R) < 0.2"
-        fails = bool(own) and (std(rewards) if len(own) > 1 else 0.0) < 0.05 and mean(rewards) < 0.2
+        fails = bool(own) and statistics.pstdev(rewards) < 0.05 and mean(rewards) < 0.2
         drawn = min(stored, key=lambda one: one.lot) if fails and stored else None
         if drawn is not None:
             replayed.add(id(drawn))

@@ -382,6 +382,8 @@ def test_arpo_injects() -> None:
     found = gradients(batch, result.loss)
     close(found[6], -a / 3)  # ρ=1 whatever was recorded
     assert result.extra["buffer"] == [list(range(3, 11))]
+    fresh[1].turns[0].reward = 0.1  # population std 0.0471, sample std 0.0577
+    assert others.arpo_gui(batch).extra["used"][0] is False
     fresh[1].turns[0].reward = 0.5
     result = others.arpo_gui(batch)
     assert result.extra["used"] == [True] * 3 + [False] * 8

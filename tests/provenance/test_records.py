@@ -170,6 +170,41 @@ def test_claims_stand_in_records():
     assert waiting == {family: count for family, count in UNRECORDED.items() if count}
 
 
+PIECES = [(slot, name) for slot, pieces in experience.SLOTS.items() for name in pieces]
+
+
+@pytest.mark.parametrize("slot, name", PIECES)
+def test_a_published_piece_has_its_record(slot, name):
+    """Who says what stands there and nowhere else; without a paper there is nothing to record."""
+    doc = experience.find(slot, name).__doc__ or ""
+    record = provenance.records(experience.MODULES[slot].__name__.rsplit(".", 1)[-1]).get(name)
+    assert bool(record) is ("Paper:" in doc), "write its record, or name its paper"
+    assert "Sure of:" not in doc and "official code" not in doc, "its record says that"
+    described = experience.describe_piece(slot, name)
+    assert described["sure of"] == (record.sure_of if record else "–")
+    if record:
+        assert re.findall(r"\d{4}\.\d{5}", doc) == re.findall(r"\d{4}\.\d{5}", record.paper), "one paper in both"
+        assert described["sources"] == record.lines()
+
+
+def test_a_changed_default_of_a_piece_is_seen():
+    """Numbers that the released configurations have, by the file of the record that names them."""
+    defaults = lambda slot, name: experience.describe_piece(slot, name)["parameters"]  # noqa: E731
+    released = {
+        ("strategy", "arpo"): {"width": 2, "chance": 0.5, "weight": 0.2},  # ARPO_7B_Reasoning_1node.sh
+        ("strategy", "latr"): {"near": 0.4},  # BranchDynamicParam
+        ("strategy", "echo"): {"high": 3.5, "confident": 1.2, "most": 4},  # ppo_trainer.yaml
+        ("guidance", "ghpo"): {"shares": "0.25/0.5/0.75", "begin": 0},  # config_ghpo.yaml, the trainer's three prompts
+        ("replay", "arpo_gui"): {"capacity": 8, "least": 0.1, "spread": 0.05, "mean": 0.2},  # apply_replay
+        ("replay", "spear"): {"oldest": 10, "size": 2048},  # ppo_trainer.yaml
+        ("sampler", "spo"): {"floor": 0.05, "keep": 0.96},  # EXPLORATION_EPSILON, the upper bound of rho
+        ("sampler", "mmr1"): {"share": 0.5, "momentum": 0.0},  # mmr1.yaml
+        ("sampler", "gain_rl"): {"step": 500.0, "slope": 2.0, "target": 0.5, "inter": 8.0},  # update_dataset, main
+    }
+    for place, numbers in released.items():
+        assert {key: defaults(*place)[key] for key in numbers} == numbers, place
+
+
 def test_pages_claim_no_code_without_a_record():
     docs = Path(__file__).parents[2] / "docs"
     pages = [page for page in docs.glob("*.md") if page.name != "changelog.md"]

@@ -56,6 +56,7 @@ def test_an_empty_memory_or_no_cases_is_the_plain_policy():
     live = piece("guidance", "memento,cases=0").open(0)
     live.observe(finished(0, "red", True))
     assert play(live, "red")[1] == [None] * 4
+    assert [live.plain(4), piece("guidance", "memento").open(0).plain(1)] == [0, 0]  # the strategy grows these groups
 
 
 def test_similar_cases_are_shown_by_outcome_after_one_plain_rollout():

@@ -152,6 +152,7 @@ def test_rounds_follow_the_priority_of_the_paper(spreads, spare):
     rule = RoundsOfUncertainty(most=64)
     now, given_ = [4] * len(spreads), [0] * len(spreads)
     half = lambda n, s: student_quantile(0.95, n - 1) * s / math.sqrt(n)  # noqa: E731
+    assert rule.open().sizes(tasks(3)) == [4, 4, 4] and RoundsOfUncertainty(size=3).open().sizes(tasks(2)) == [3, 3]
     assert rule.half_width(4, 0.5) == pytest.approx(3.182446 * 0.5 / 2)
     for _ in range(spare):
         priority = [half(n, s) - half(n + 1, s) + math.sqrt(math.log(1 + sum(now)) / n) for n, s in zip(now, spreads)]

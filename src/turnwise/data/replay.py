@@ -165,7 +165,7 @@ class SuccessBuffer(Replay):
         if not rewards:
             return False
         mean = sum(rewards) / len(rewards)
-        spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1))
+        spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
         return spread < self.spread and mean < self.mean
 
 

@@ -23,8 +23,7 @@ def brorl(width: int = 512) -> Budget:
     """BroRL: hundreds of rollouts for few tasks, at the same number of rollouts per step.
 
     Paper: BroRL, arXiv 2510.01180.
-    Settings: 512 rollouts by task.
-    Sure of: the idea (abstract and reviews)."""
+    Settings: 512 rollouts by task."""
     return Wide(size=width)
 
 
@@ -41,8 +40,7 @@ def rollout_gdro(
 
     Paper: Group Distributionally Robust Optimization-Driven RL, arXiv 2601.19280.
     Settings: mean 4, rate 0.1, floor 0.15.
-    Deviation: arms 2 to 8 and the pace of the price are ours; the loss of a bin is one minus its mean reward.
-    Sure of: the dynamic program and the update (official code)."""
+    Deviation: arms 2 to 8 and the pace of the price are ours; the loss of a bin is one minus its mean reward."""
     return BinBandit(8, 4, least, most, bins, 8, rate, floor, pace, sign)
 
 
@@ -54,8 +52,7 @@ def v0(least: int = 2, most: int = 128, keep: float = 0.9, context: int = 256) -
     Paper: V0, arXiv 2602.03584.
     Settings: 2 to 128 rollouts by task, a context of 256 outcomes.
     Deviation: p is a Beta posterior by task with the mean of recent groups as prior; the paper's generalist value model (a
-    text encoder with a tabular classifier) is not part of this.
-    Sure of: the allocation (notes on the paper)."""
+    text encoder with a tabular classifier) is not part of this."""
     return PredictedUtility(8, 8, least, most, keep, context)
 
 
@@ -64,8 +61,7 @@ def xrpo(first: int = 4, most: int = 64, bonus: float = 1.0, confidence: float =
 
     Paper: XRPO, arXiv 2510.06672.
     Settings: the paper's bonus, confidence and first round are not known.
-    Deviation: bonus 1, confidence 0.95 and 4 rollouts at first are ours; one allocation after the first round.
-    Sure of: the formula (two restatements of the paper)."""
+    Deviation: bonus 1, confidence 0.95 and 4 rollouts at first are ours; one allocation after the first round."""
     return RoundsOfUncertainty(8, 16, first, most, bonus, confidence)
 
 
@@ -74,8 +70,7 @@ def dart(easy: float = 0.6, least: int = 1, window: int = 4, spare: int = 0) -> 
 
     Paper: DART-GUI, arXiv 2509.23866.
     Settings: all rollouts up to a success rate of 0.6.
-    Deviation: the linear decrease to one rollout is ours; the mean is not conserved, as the paper means it.
-    Sure of: the rule (summary of the paper)."""
+    Deviation: the linear decrease to one rollout is ours; the mean is not conserved, as the paper means it."""
     return FallingWithSuccess(8, 8, easy, least, window, spare)
 
 
@@ -88,6 +83,5 @@ def turn_control(
     Settings: the 75th percentile, a reminder after every turn; start 50 is the dynamic variant: the policy is told of that lower
     limit, which is extended to the other where the task is not done by then.
     Deviation: calibrated on the run itself; every eighth group keeps the environment's limit and reads no reminder. One
-    extension; its size is ours. Evaluations have the environment's limit and no reminders.
-    Sure of: the percentile and the reminders (abstract)."""
+    extension; its size is ours. Evaluations have the environment's limit and no reminders."""
     return TurnPercentile(8, 8, percent, calibrate, probe_every, remind, start)

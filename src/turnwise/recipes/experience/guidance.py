@@ -33,8 +33,7 @@ def ghpo(shares: str = "0.25/0.5/0.75", begin: int = 0) -> Guidance:
 
     Paper: GHPO, arXiv 2507.10628.
     Settings: shares 0.25, 0.5 and 0.75.
-    Deviation: the solution is that of the environment's scripted policy.
-    Sure of: the loop (official code)."""
+    Deviation: the solution is that of the environment's scripted policy."""
     return GrowingPrefix(shares, begin)
 
 
@@ -44,8 +43,7 @@ def scaf(tiers: int = 4, warmup: int = 10) -> Guidance:
     Paper: Scaf-GRPO, arXiv 2510.19807.
     Settings: warm-up of 15 % of the steps, 12 tiers, 1 replacement.
     Deviation: tiers are the environment's own, tried one after the other; the second replacement under the plain prompt is
-    not offered.
-    Sure of: the replacement (official code)."""
+    not offered."""
     return WeakestHint(tiers, warmup)
 
 
@@ -56,8 +54,7 @@ def guide(more: int = 0, tier: int = 1, union: bool = True) -> Guidance:
 
     Paper: Adaptive Guidance Accelerates RL of Reasoning Models, arXiv 2506.13923.
     Settings: as many hinted rollouts as plain ones.
-    Deviation: hints come from the environment.
-    Sure of: the ratio (reviews); union or replacement is not known."""
+    Deviation: hints come from the environment."""
     return HintWhenStuck(more, tier, union)
 
 
@@ -66,8 +63,7 @@ def pope(shares: str = "0.25/0.5/0.75", tries: int = 8) -> Guidance:
 
     Paper: POPE, arXiv 2601.18779.
     Deviation: hard tasks and workable prefixes are found during the run; tries and shares are ours. Write --sampler cycle or
-    another pool, so that tasks come back.
-    Sure of: the rule (summaries)."""
+    another pool, so that tasks come back."""
     return ShortestPrefix(shares, tries)
 
 
@@ -76,8 +72,7 @@ def prefix(prefixes: int = 3, low: float = 0.4, high: float = 0.8) -> Guidance:
 
     Paper: Reuse your FLOPs (PrefixRL), arXiv 2601.18795.
     Settings: 3 prefixes by task, cut between 0.4 and 0.8 of the solution.
-    Deviation: the solution is that of the environment's scripted policy.
-    Sure of: cuts and masking (summary of the paper)."""
+    Deviation: the solution is that of the environment's scripted policy."""
     return RecordedPrefixes(prefixes, low, high)
 
 
@@ -86,8 +81,7 @@ def adhint(most: float = 0.8) -> Guidance:
 
     Paper: ADHint, arXiv 2512.13095.
     Deviation: the share most·(1 − success) is ours; prefix tokens are context, not trained with modulated gradients; one
-    baseline for both halves.
-    Sure of: the idea (abstract)."""
+    baseline for both halves."""
     return HintByDifficulty(most)
 
 
@@ -97,8 +91,7 @@ def memento(cases: int = 4, size: int = 256) -> Guidance:
     Paper: AgentFly: Fine-tuning LLM Agents without Fine-tuning LLMs, arXiv 2508.16153.
     Settings: 4 cases (8 in its code).
     Deviation: similarity is the cosine of word counts, not of sentence embeddings; no learned retrieval. The first rollout of a
-    group is plain, and the policy learns by the run's method; the paper's never does.
-    Sure of: reading and writing of the memory (official code)."""
+    group is plain, and the policy learns by the run's method; the paper's never does."""
     return CaseMemory(cases, size)
 
 
@@ -107,8 +100,7 @@ def xrpo(examples: int = 2, more: int = 0, corpus: int = 256) -> Guidance:
 
     Paper: XRPO, arXiv 2510.06672.
     Settings: 2 examples.
-    Deviation: similarity is the share of common words; trained under the prompt with the examples.
-    Sure of: the rule (restatements of the paper)."""
+    Deviation: similarity is the share of common words; trained under the prompt with the examples."""
     return SolvedExamples(examples, more, corpus)
 
 
@@ -118,8 +110,7 @@ def trimpi(share: float = 0.5, tier: int = 1, document: str = "") -> Guidance:
     Paper: Multimodal Policy Internalization (TriMPI), arXiv 2510.09474.
     Settings: as many rollouts with the document as without.
     Deviation: without document=FILE the text is the environment's hints. Which policy the ratio compares with is the method's:
-    trimpi takes the policy without the document on both sides, others the one that sampled.
-    Sure of: the rule (notes on the paper)."""
+    trimpi takes the policy without the document on both sides, others the one that sampled."""
     return HalfInContext(share, tier, document)
 
 
@@ -128,8 +119,7 @@ def ipa(first: int = 1, by: int = 1, enough: float = 0.5) -> Guidance:
 
     Paper: Let It Flow (ROME, IPA), arXiv 2512.24873.
     Deviation: the good trajectory is that of the environment's scripted policy; a chunk is a turn; when to move the start is
-    ours; the chunks before the start are not imitated. Write --sampler cycle or another pool, so that tasks come back.
-    Sure of: the rollback (notes on the report), its rule is ours."""
+    ours; the chunks before the start are not imitated. Write --sampler cycle or another pool, so that tasks come back."""
     return BackwardStarts(first, by, enough)
 
 
@@ -138,8 +128,7 @@ def wovr(starts: int = 3, apart: int = 2) -> Guidance:
 
     Paper: WoVR, arXiv 2602.13977.
     Deviation: in the environment itself, not in a world model of video; keyframes are counted from the end of the scripted
-    solution, and not chosen as critical moments.
-    Sure of: the reset set (official code)."""
+    solution, and not chosen as critical moments."""
     return LateStarts(starts, apart)
 
 
@@ -150,8 +139,7 @@ def bepa(tries: int = 4) -> Guidance:
     Settings: one trace for each of 128 tasks; the number of tries is ours.
     Deviation: the plan is made by rule from the scripted solution, not by a model; the present policy plays it, when its group
     fails, and not the base policy before the run. Use it with the method bepa or --replay bepa: where no planned episode
-    succeeds, the demonstration enters.
-    Sure of: the idea (paper-level text)."""
+    succeeds, the demonstration enters."""
     return SelfRolledPlans(tries)
 
 

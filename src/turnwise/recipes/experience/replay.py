@@ -24,8 +24,7 @@ def arpo_gui(capacity: int = 8, least: float = 0.1, spread: float = 0.05, mean: 
     """ARPO for GUI agents: past successes of a task replace a rollout of its failing group.
 
     Paper: ARPO for GUI agents, arXiv 2505.16282.
-    Settings: 8 successes by task.
-    Sure of: the rule (official code)."""
+    Settings: 8 successes by task."""
     return SuccessBuffer(capacity, least, spread, mean)
 
 
@@ -34,24 +33,21 @@ def spear(oldest: int = 10, size: int = 2048, share: float = 0.5, above: float =
 
     Paper: SPEAR, arXiv 2509.22601.
     Settings: at most 10 steps old, 2048 trajectories.
-    Deviation: the buffer alone; the self-imitation loss belongs to the method spear_replay.
-    Sure of: the buffer (official code)."""
+    Deviation: the buffer alone; the self-imitation loss belongs to the method spear_replay."""
     return RecentBuffer(oldest, size, share, above)
 
 
 def r1v2(size: int = 2048, share: float = 0.5, power: float = 1.0) -> Replay:
     """Skywork R1V2 (selective sample buffer): trajectories with non-zero advantage, drawn by its size.
 
-    Paper: Skywork R1V2, arXiv 2504.16656.
-    Sure of: the weighting (report)."""
+    Paper: Skywork R1V2, arXiv 2504.16656."""
     return WeightedPool(size, share, power)
 
 
 def bepa(least: float = 0.0) -> Replay:
     """BEPA (cache): one success by task, the expert's until the policy has its own; failing groups get it.
 
-    Paper: BEPA, arXiv 2601.05787.
-    Sure of: the cache (paper)."""
+    Paper: BEPA, arXiv 2601.05787."""
     return ExpertCache(least)
 
 
@@ -60,8 +56,7 @@ def remix(share: float = 0.4, window: int = 2, until: int = 0) -> Replay:
 
     Paper: ReMix, arXiv 2507.06892.
     Settings: share 0.4, the last 2 policies, until step 50 or 100.
-    Deviation: past groups are added to the fresh ones. The clip around the older policy belongs to the method remix.
-    Sure of: the mixture (notes on the paper)."""
+    Deviation: past groups are added to the fresh ones. The clip around the older policy belongs to the method remix."""
     return PastBatches(share, window, until)
 
 
@@ -71,8 +66,7 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", capacity: i
     Paper: Sharing is Caring, arXiv 2509.08721.
     Settings: 4 own groups and 4 of others a step.
     Deviation: token ids are shared instead of text, so runs need one tokenizer (groups of another are left out and counted);
-    the sender's rewards are kept. The ratio of foreign groups belongs to the method swarm.
-    Sure of: the rule (official code)."""
+    the sender's rewards are kept. The ratio of foreign groups belongs to the method swarm."""
     return SharedExperience(folder, foreign, sender, capacity)
 
 
@@ -81,6 +75,5 @@ def dynaweb(share: float = 0.5) -> Replay:
 
     Paper: DynaWeb, arXiv 2601.22149.
     Settings: share 0.5 (other summaries give 0.4).
-    Deviation: an expert's trajectory replaces rollouts of its own task.
-    Sure of: the mixture (abstract and a third-party implementation)."""
+    Deviation: an expert's trajectory replaces rollouts of its own task."""
     return ExpertItems(share)

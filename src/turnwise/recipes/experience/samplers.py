@@ -41,8 +41,7 @@ def spo(pool: int = 1024, floor: float = 0.05, keep: float = 0.96) -> Sampler:
     """SPO: tasks in proportion to √(p(1 − p)) + floor, p tracked by task.
 
     Paper: Single-stream Policy Optimization, arXiv 2509.13232.
-    Deviation: a constant rate of forgetting; the paper's depends on how far the policy moved.
-    Sure of: the formula (official code)."""
+    Deviation: a constant rate of forgetting; the paper's depends on how far the policy moved."""
     return UncertaintySampler(pool=pool, floor=floor, keep=keep)
 
 
@@ -53,8 +52,7 @@ def vade(pool: int = 1024, fast: float = 0.2, slow: float = 0.999, candidates: i
 
     Paper: VADE, arXiv 2511.18902.
     Settings: fast 0.2, slow 0.999, 8 rollouts by task.
-    Deviation: pools above candidates tasks compare that many of them in each step, drawn at random.
-    Sure of: the update (project page); the two rates are inferred from the figure of the paper."""
+    Deviation: pools above candidates tasks compare that many of them in each step, drawn at random."""
     return ThompsonFrontier(pool, fast, slow, candidates)
 
 
@@ -73,8 +71,7 @@ def mmr1(
     Paper: MMR1, arXiv 2509.21268.
     Settings: a 0.8, b 0.2, half of the batch weighted, weights renewed every 28 steps.
     Deviation: no scoring pass over the whole data: a task's score comes from its latest group, and before that from the
-    most favourable one.
-    Sure of: the formula (official code, with the inverse of self-BLEU as in the paper)."""
+    most favourable one."""
     return VariancePromotion(pool, variance, diversity, share, every, momentum)
 
 
@@ -88,8 +85,7 @@ def prompt_gdro(
     Paper: Group Distributionally Robust Optimization-Driven RL, arXiv 2601.19280.
     Settings: rate 0.1, floor 0.15, smoothing 0.1, 10 bins.
     Deviation: tasks are drawn in proportion to q instead of weighting advantages; the loss of a task is one minus its mean
-    reward.
-    Sure of: bins and weights (official code)."""
+    reward."""
     return BinAdversary(pool, bins, rate, floor, smooth, 10.0, memory)
 
 
@@ -98,8 +94,7 @@ def fg_expo(pool: int = 1024, keep: float = 0.9, width: float = 0.35) -> Sampler
 
     Paper: FG-ExPO, arXiv 2605.11403.
     Settings: keep 0.9, width 0.35.
-    Deviation: the sampler alone; the method `fg_expo` has the KL weight by accuracy, too.
-    Sure of: the formula (paper)."""
+    Deviation: the sampler alone; the method `fg_expo` has the KL weight by accuracy, too."""
     return GaussianFrontier(pool, keep, width)
 
 
@@ -107,8 +102,7 @@ def craft(groups: int = 400, window: int = 64, solved: float = 0.9, review: floa
     """CRAFT-GUI (staged curriculum): the difficulties one after the other, with a share of earlier ones.
 
     Paper: CRAFT-GUI, arXiv 2508.11360.
-    Deviation: difficulty is the environment's own; lengths of stages and the share of review are ours.
-    Sure of: the idea (abstract)."""
+    Deviation: difficulty is the environment's own; lengths of stages and the share of review are ours."""
     return Stages(groups, window, solved, review)
 
 
@@ -117,8 +111,7 @@ def pivot(pool: int = 256, below: float = 0.9, renew: bool = True) -> Sampler:
 
     Paper: PivotRL, arXiv 2603.21383.
     Deviation: a task is a turn of a demonstration only where the environment offers those (the method pivotrl takes no other);
-    with renew the policy of the latest visit profiles, not that of the first; the threshold is ours.
-    Sure of: the filter (study of the paper)."""
+    with renew the policy of the latest visit profiles, not that of the first; the threshold is ours."""
     return PivotFilter(pool, below, renew)
 
 
@@ -137,8 +130,7 @@ def gain_rl(
     Paper: Angles Don't Lie, arXiv 2506.02281.
     Settings: step 500, slope 2, target ½, width 1000, inter 8.
     Deviation: the context is what all prompts of the pool begin with; angles of responses are not measured, and their term
-    of the update is 0; width 0 is an eighth of the pool, and steps scale with it.
-    Sure of: score and update (official code)."""
+    of the update is 0; width 0 is an eighth of the pool, and steps scale with it."""
     return SlidingWindow.scaled(pool, width, step, slope, target, inter)
 
 

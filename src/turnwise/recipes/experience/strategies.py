@@ -46,8 +46,7 @@ def wordings(wordings: int = 4) -> Strategy:
 
     Paper: MathForge (question reformulation), arXiv 2601.20614.
     Deviation: the environment writes the wordings; the paper asks a strong model for them, and each wording is a question of its
-    own: for that write --env calculator,rewrites=3.
-    Sure of: the idea (repository)."""
+    own: for that write --env calculator,rewrites=3."""
     return Reworded(wordings)
 
 
@@ -59,8 +58,7 @@ def arpo(trunks: int = 0, width: int = 2, chance: float = 0.5, weight: float = 0
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
     Settings: 16 rollouts, 8 from the prompt (trunks 0: half of the group), width 2, chance 0.5, weight 0.2, the first 20 tokens.
     Deviation: the entropy is that of the whole vocabulary and not divided by its logarithm; decisions are taken when a
-    trajectory has ended, generation after generation, with the same probabilities.
-    Sure of: the trigger (official code)."""
+    trajectory has ended, generation after generation, with the same probabilities."""
     return AfterToolResults(trunks, width, chance, weight)
 
 
@@ -69,8 +67,7 @@ def spo_tree(factors: str = "4/2/2", segment: int = 8) -> Strategy:
 
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: factors 6/6/6, segments of 30 tokens or more.
-    Deviation: smaller trees, for smaller groups.
-    Sure of: the tree (official code)."""
+    Deviation: smaller trees, for smaller groups."""
     return SegmentTree(factors, segment)
 
 
@@ -80,8 +77,7 @@ def latr(share: float = 0.5, look: int = 8, near: float = 0.4, again: int = 2) -
     Paper: LATR, arXiv 2510.24302.
     Settings: half of the group, lookahead 20 to 50 tokens, edit distance 0.4.
     Deviation: forks sample their first token; the paper takes the second most likely one above two thresholds. Forks are
-    chosen after the parent has ended, by entropy. No schedule of the share.
-    Sure of: the pruning (official code)."""
+    chosen after the parent has ended, by entropy. No schedule of the share."""
     return UncertainTokens(share, look, near, 1, again)
 
 
@@ -96,8 +92,7 @@ def echo(
     Settings: high 3.5, low 1, confident 1.2, rise 0.2, width 1 to 4, at least 4 tokens apart; means over 4 and 8 tokens.
     Deviation: C is measured above its minimum ln 5, without which the thresholds cannot be met; forks sample their first token
     and are opened when their parent has ended; trunks are never stopped. Where to branch depends on the model: set high and
-    confident. vLLM reports no confidence: then entropy alone decides.
-    Sure of: the rules (official code)."""
+    confident. vLLM reports no confidence: then entropy alone decides."""
     rule = BranchRule(high, confident=confident, rise=rise, most=most)
     return ConfidenceTree(trunks, rule, PruneRule() if prune else None)
 
@@ -110,8 +105,7 @@ def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0, seg
     Paper: Information Bottleneck Driven Tree-based Policy Optimization, arXiv 2605.28109.
     Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5.
     Deviation: a step is a turn, or segment tokens of one, not a paragraph; π(child) is the mean by token; where p is 0,
-    p(child)/p is 0. The method ib_tpo credits such a tree.
-    Sure of: the score (notes on the paper), the guards (ours)."""
+    p(child)/p is 0. The method ib_tpo credits such a tree."""
     return BottleneckTree(trunks, best, each, beta, segment)
 
 
@@ -124,8 +118,7 @@ def r3l(tier: int = 1, diagnosis: str = "reflection") -> Strategy:
     Deviation: without a retry the partner is another attempt, and a reply that cannot be read is answered once. The advice
     stands at the end of the first message, not where the retry begins. Reflections are not trained on, nor retries with their
     advice in the record. With another diagnosis (verifier, surprise, start) failed attempts are retried with the
-    environment's hint, and nobody is asked.
-    Sure of: pairs, fields and checks of a reflection, stripped advice (official code)."""
+    environment's hint, and nobody is asked."""
     return HintedRetry(tier, diagnosis)
 
 
@@ -133,8 +126,8 @@ def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verifier") -> Strat
     """SCOPE (step-wise correction): a failed rollout keeps its turns before the first error; a verified repair replaces the rest.
 
     Paper: Recycling Failures (SCOPE), arXiv 2602.24110.
-    Deviation: the verifier is the environment's, the corrector the policy with a hint; repaired tokens have the ordinary ratio.
-    Sure of: the idea (abstract)."""
+    Deviation: the verifier is the environment's, the corrector the policy with a hint; repaired tokens have the ordinary
+    ratio."""
     return RepairedAttempts(repairs, tier, diagnosis)
 
 
@@ -144,8 +137,7 @@ def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:
     Paper: A2FM, arXiv 2510.12838.
     Settings: three modes, 3 forced rollouts of each and 3 free ones.
     Deviation: a mode has no tag of its own: an opening such as answer: or <tool_call>, the cheapest first, begins the turn and is
-    context; only the last mode has tools, and evaluations know no modes. Its reward belongs to the method a2fm.
-    Sure of: the group (notes on the paper)."""
+    context; only the last mode has tools, and evaluations know no modes. Its reward belongs to the method a2fm."""
     return ForcedModes(openings, forced)
 
 
@@ -154,8 +146,7 @@ def vines(trunks: int = 1, states: int = 2, vines: int = 8) -> Strategy:
 
     Paper: Polychromic Objectives for Reinforcement Learning, arXiv 2509.25424.
     Settings: 2 states, 8 vines.
-    Deviation: the first state of a rollout is not one of them. The credit of sets belongs to the method polychromic_ppo.
-    Sure of: the sampling (third-party notes)."""
+    Deviation: the first state of a rollout is not one of them. The credit of sets belongs to the method polychromic_ppo."""
     return Vines(trunks, states, vines)
 
 
@@ -164,6 +155,5 @@ def props(wave: int = 2, limit: float = 0.3, divergence: float = 0.01, fits: int
 
     Paper: On-Policy Policy Gradient Reinforcement Learning Without On-Policy Sampling, arXiv 2311.08290.
     Deviation: the recorded log-probabilities are the behaviour policy's, so a ratio to them corrects for it; the method props
-    takes the rollouts as on-policy, as the paper does.
-    Sure of: the rule (official code)."""
+    takes the rollouts as on-policy, as the paper does."""
     return CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate))

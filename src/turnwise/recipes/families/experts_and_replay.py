@@ -272,7 +272,7 @@ class FailedGroups(Selector):
         weight, r = where(FromOrigin("policy").select(batch), 1.0, 0.0), batch.reward.sum(TRAJECTORY)
         n = weight.sum(GROUP)
         mean = (weight * r).sum(GROUP) / n.clamp(low=1.0)
-        std = ((weight * (r - mean) ** 2).sum(GROUP) / (n - 1).clamp(low=1.0)) ** 0.5
+        std = ((weight * (r - mean) ** 2).sum(GROUP) / n.clamp(low=1.0)) ** 0.5
         return ((n > 0) & (std < self.max_std) & (mean < self.max_mean)).at(TRAJECTORY)
 
 
