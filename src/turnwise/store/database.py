@@ -168,15 +168,8 @@ class LedgerReader:
         """Commit the whole block or roll it back. ``durable``: it and everything before it also survive a power failure."""
         with self._mutex, explain_sqlite_errors(self.path):
             self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with whole(self._db):
                 yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                # on a full disk SQLite may already have rolled back
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
 
     # --------------------------------------------------------------- queries
 
@@ -279,6 +272,20 @@ class LedgerReader:
 
 def issued_group(row: sqlite3.Row) -> IssuedGroup:
     return IssuedGroup(row["id"], decode_task(row["task"]), row["step"], row["version"])
+
+
+@contextlib.contextmanager
+def whole(db: sqlite3.Connection) -> Iterator[None]:
+    """A transaction: commit the whole block or roll it back."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        # on a full disk SQLite may already have rolled back
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
 
 
 @contextlib.contextmanager

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from turnwise.core.records import Group, Task, Trajectory
 from turnwise.core.text import clean
 from turnwise.errors import RecordError, StoreError
-from turnwise.store.database import GroupCounts, LedgerReader, issued_group
+from turnwise.store.database import LedgerReader, issued_group
 from turnwise.store.lock import ProcessLock
 from turnwise.store.resume import ResumePlan, digest, record_seal, roll_back
 from turnwise.store.token_columns import TokenColumns, encode_columns
@@ -194,6 +194,33 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     return (*labels, float(trajectory.reward), success, len(trajectory.turns), trajectory.sampled, record, tokens)
 
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _queued(
+    write: Callable[Concatenate[SqliteLedger, Given], None],
+) -> Callable[Concatenate[WriteBehindLedger, Given], None]:
+    """A transition that is written with the next flush."""
+
+    def queue(self: WriteBehindLedger, *args: Given.args, **more: Given.kwargs) -> None:
+        self._queue.append(partial(write, self._ledger, *args, **more))
+
+    return queue
+
+
+def _flushed(
+    use: Callable[Concatenate[SqliteLedger, Given], Result],
+) -> Callable[Concatenate[WriteBehindLedger, Given], Result]:
+    """An operation before which the queue is written."""
+
+    def flush_and_use(self: WriteBehindLedger, *args: Given.args, **more: Given.kwargs) -> Result:
+        self.flush()
+        return use(self._ledger, *args, **more)
+
+    return flush_and_use
+
+
 class WriteBehindLedger:
     """A queue in front of ``ledger``, with the same transitions: it defers writes to a moment when the host would otherwise wait
     for the device. Safe to call from several threads.
@@ -228,44 +255,8 @@ class WriteBehindLedger:
         """Writes that wait for the next flush."""
         return len(self._queue)
 
-    # ------------------------------------------- transitions, queued
-
-    def issue(self, group_id: str, task: Task, step: int, version: int) -> None:
-        self._queue.append(partial(self._ledger.issue, group_id, task, step, version))
-
-    def finish(self, group: Group, step: int) -> None:
-        self._queue.append(partial(self._ledger.finish, group, step))
-
-    def train(self, group_ids: Iterable[str], step: int) -> None:
-        self._queue.append(partial(self._ledger.train, tuple(group_ids), step))
-
-    def record_mixed(self, trajectories: Iterable[Trajectory], step: int) -> None:
-        self._queue.append(partial(self._ledger.record_mixed, tuple(trajectories), step))
-
-    def keep_tokens(self, make: Callable[[], Sequence[TokenColumns]], step: int, steps: int) -> None:
-        self._queue.append(partial(self._ledger.keep_tokens, make, step, steps))
-
-    def drop(self, group_id: str, reason: str, step: int) -> None:
-        self._queue.append(partial(self._ledger.drop, group_id, reason, step))
-
-    # ------------------------------------- operations that flush first
-
-    def seal(self, step: int) -> None:
-        self.flush()
-        self._ledger.seal(step)
-
-    def digest(self, step: int) -> str | None:
-        self.flush()
-        return self._ledger.digest(step)
-
-    def resume(self, step: int, keep_finished: bool = True) -> ResumePlan:
-        self.flush()
-        return self._ledger.resume(step, keep_finished)
-
-    def trajectory(self, trajectory_id: str) -> Trajectory:
-        self.flush()
-        return self._ledger.trajectory(trajectory_id)
-
-    def group_counts(self) -> GroupCounts:
-        self.flush()
-        return self._ledger.group_counts()
+    issue, finish, drop = _queued(SqliteLedger.issue), _queued(SqliteLedger.finish), _queued(SqliteLedger.drop)
+    train, record_mixed = _queued(SqliteLedger.train), _queued(SqliteLedger.record_mixed)
+    keep_tokens, seal = _queued(SqliteLedger.keep_tokens), _flushed(SqliteLedger.seal)
+    digest, resume = _flushed(SqliteLedger.digest), _flushed(SqliteLedger.resume)
+    trajectory, group_counts = _flushed(SqliteLedger.trajectory), _flushed(SqliteLedger.group_counts)

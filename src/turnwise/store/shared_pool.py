@@ -17,7 +17,7 @@ from pathlib import Path
 from turnwise.core.records import Group
 from turnwise.core.text import clean
 from turnwise.errors import StoreError
-from turnwise.store.database import explain_sqlite_errors
+from turnwise.store.database import explain_sqlite_errors, whole
 from turnwise.store.trajectory_codec import decode, encode
 
 FILE = "pool.sqlite"
@@ -64,15 +64,8 @@ class SharedPool:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with explain_sqlite_errors(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+        with explain_sqlite_errors(self.path), whole(self._db):
+            yield self._db
 
     def close(self) -> None:
         self._db.close()

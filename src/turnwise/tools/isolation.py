@@ -16,10 +16,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
+from turnwise.core.limits import check_limits, number
 from turnwise.errors import SettingError, nearest
 from turnwise.tools.guest import landlock, seccomp
 from turnwise.tools.guest.confine import DEVICES
@@ -34,24 +35,21 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"
 class SandboxLimits:
     """Limits of one session: ``SandboxLimits(wall_seconds=2.0)`` keeps the default of every other one."""
 
-    wall_seconds: float = 5.0  # of one call
-    cpu_seconds: int = 60  # of one process, over the whole session
-    memory_bytes: int = 512 * MIB  # address space of one process, and resident memory of all processes together
-    output_bytes: int = 4 * KIB  # of one result; the remainder is cut, with a note
-    source_bytes: int = 64 * KIB  # of one call
-    scratch_bytes: int = 32 * MIB  # of the private scratch directory (at most 4,096 files), and of one file in it
-    processes: int = 16  # processes and threads together; 1: the code may start none
-    open_files: int = 64
+    wall_seconds: float = number(5.0, above=0)  # of one call
+    cpu_seconds: int = number(60, above=0)  # of one process, over the whole session
+    memory_bytes: int = number(
+        512 * MIB, least=64 * MIB, why="the interpreter itself needs as much"
+    )  # address space of one process, and resident memory of all processes together
+    output_bytes: int = number(4 * KIB, above=0)  # of one result; the remainder is cut, with a note
+    source_bytes: int = number(64 * KIB, above=0)  # of one call
+    scratch_bytes: int = number(
+        32 * MIB, above=0
+    )  # of the private scratch directory (at most 4,096 files), and of one file in it
+    processes: int = number(16, above=0)  # processes and threads together; 1: the code may start none
+    open_files: int = number(64, least=16, why="the interpreter itself needs as many")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise SettingError(f"{field.name} is {value}; write a positive number")
-        if self.memory_bytes < 64 * MIB:
-            raise SettingError(f"memory_bytes is {self.memory_bytes}; the interpreter itself needs {64 * MIB}")
-        if self.open_files < 16:
-            raise SettingError(f"open_files is {self.open_files}; the interpreter itself needs 16")
+        check_limits(self, SettingError)
 
 
 @dataclass(frozen=True, slots=True)
