@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.algebra import diagnostics
@@ -170,7 +170,7 @@ class Objective:
         view = MicroBatchView(batch, {Signal.LOGP: logp})
         adv, weight = (batch[name].to(logp.x.dtype) for name in (Column.ADVANTAGE, Column.WEIGHT))
         gain = _total(weight * (self.gate(self.ratio(view), adv, view) * adv))
-        return Field(batch.tree, TOKEN, torch.autograd.grad(gain, logp.x)[0])
+        return logp.map(partial(gradient, gain))
 
     @with_gradient
     def _penalty_gradient(self, batch: Batch, i: int, penalty: Penalty) -> dict[Any, Field]:
@@ -178,11 +178,10 @@ class Objective:
         logp = batch[Signal.LOGP].map(lambda x: x.detach().requires_grad_())
         view, share = MicroBatchView(batch, {Signal.LOGP: logp}), batch[Column.TOKEN_SHARE]
         cost = self._cost(view, i, penalty)
-        slope = torch.autograd.grad(cost, logp.x)[0] if cost.requires_grad else torch.zeros_like(logp.x)
         columns: dict[Any, Field] = {
             (Column.PENALTY_METRIC, i, name): float(value) * share for name, value in penalty.metrics(view).items()
         }
-        columns[Column.PENALTY_GRADIENT, i] = Field(batch.tree, TOKEN, slope)
+        columns[Column.PENALTY_GRADIENT, i] = logp.map(partial(gradient, cost))
         columns[Column.PENALTY_COST, i] = float(cost.detach()) * share
         return columns
 
@@ -207,7 +206,7 @@ class Objective:
         if Column.FREEZE_POLICY in batch.columns:
             objective = 0.0 * objective
         side_losses = self.gradient.side_losses(weight, rho, gated, adv, view)
-        gain_slope = _slope(objective, view.logp) if self.penalties else None
+        gain_slope = view.logp.map(partial(gradient, objective)) if self.penalties else None
         costs: list[Tensor] = []
         for i, w in enumerate(self.penalties):
             if w.penalty.couples_trajectories:
@@ -262,14 +261,11 @@ class _Slope:
             logp.x.register_hook(self.gradients.append)  # side losses come first: the last gradient counts
 
     def __call__(self) -> Field:
-        if self.gradients:
-            return Field(self.logp.tree, TOKEN, -self.gradients[-1])
-        return _slope(self.objective, self.logp)
+        return self.logp.map(lambda x: -self.gradients[-1] if self.gradients else gradient(self.objective, x))
 
 
-def _slope(objective: Tensor, logp: Field) -> Field:
-    """∂ objective / ∂ log π, for the diagnostics; the graph between the two is small."""
-    if not (objective.requires_grad and logp.x.requires_grad):
-        return logp.map(torch.zeros_like)
-    gradient = torch.autograd.grad(objective, logp.x, retain_graph=True, allow_unused=True)[0]
-    return logp.map(torch.zeros_like) if gradient is None else Field(logp.tree, TOKEN, gradient)
+def gradient(of: Tensor, at: Tensor) -> Tensor:
+    """∂ of / ∂ at, where the graph between the two is small; zeros where one does not depend on the other."""
+    connected = of.requires_grad and at.requires_grad
+    slope = torch.autograd.grad(of, at, retain_graph=True, allow_unused=True)[0] if connected else None
+    return torch.zeros_like(at) if slope is None else slope.detach()

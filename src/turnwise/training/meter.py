@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.algebra.objective import Objective
+from turnwise.algebra.objective import Objective, gradient
 from turnwise.algebra.penalty import Weight
 from turnwise.algebra.piece import MicroBatchView
 from turnwise.algebra.ratio import behaviour
@@ -135,7 +135,7 @@ class SlotMeter:
         with torch.enable_grad():
             adv, weight = batch[Column.ADVANTAGE].to(dtype), batch[Column.WEIGHT].to(dtype)
             gain = (weight * (objective.gate(objective.ratio(view), adv, view) * adv)).at(TOKEN).x.sum()
-            return _gradient(gain, view.logp.x)
+            return gradient(gain, view.logp.x)
 
     def _penalties(self, batch: Batch, policy: Mapping[Signal, Field], gain_slope: Tensor, share: Tensor) -> None:
         """How penalties that the base method does not have pull on tokens. What is noticeable is known when the step is over."""
@@ -152,7 +152,7 @@ class SlotMeter:
                 with torch.enable_grad():
                     cost = size * self.objective._cost(view, i, weighted.penalty)
                     live = {s: f.x for s, f in view.policy.items() if f.x.requires_grad and f.level == TOKEN}
-                    slopes = {s: _gradient(cost, x) for s, x in live.items()}
+                    slopes = {s: gradient(cost, x) for s, x in live.items()}
             for signal, slope in slopes.items():
                 if signal == Signal.LOGP:
                     pull = torch.maximum(pull, slope.abs().to(pull))
@@ -192,12 +192,6 @@ def leaves(batch: Batch, policy: Mapping[Signal, Field]) -> MicroBatchView:
     """A view of the same numbers whose gradients nobody else uses."""
     copy = lambda x: x.detach().requires_grad_(x.is_floating_point())  # noqa: E731
     return MicroBatchView(batch, {signal: f.map(copy) for signal, f in policy.items()})
-
-
-def _gradient(of: Tensor, at: Tensor) -> Tensor:
-    """∂ of / ∂ at; zeros where one does not depend on the other."""
-    gradient = torch.autograd.grad(of, at, retain_graph=True, allow_unused=True)[0] if of.requires_grad else None
-    return torch.zeros_like(at) if gradient is None else gradient.detach()
 
 
 # ------------------------------------------------------------ of rollouts
