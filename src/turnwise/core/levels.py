@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from turnwise.errors import LevelError
@@ -232,14 +233,15 @@ class Field:
             )
         return Field(self.tree, level, self.x[self.tree.ancestor(level, self.level)])
 
-    def _reduce(self, over: Grouping, reduce: Callable[[Tensor, Tensor, int], Tensor]) -> Field:
+    def _reduce(self, over: Grouping, reduce: Callable[..., Tensor], **options: Any) -> Field:
         """Level: one value for each item above. Partition: each item receives the value of its class."""
         if isinstance(over, Partition):
             if over.tree is not self.tree:
                 raise LevelError("a field and a partition of two different trees")
             values = self.at(over.level)
-            return Field(self.tree, over.level, reduce(values.x, over.label, over.count)[over.label])
-        return Field(self.tree, over, reduce(self.x, self.tree.ancestor(self.level, over), self.tree.count(over)))
+            return Field(self.tree, over.level, reduce(values.x, over.label, over.count, **options)[over.label])
+        label = self.tree.ancestor(self.level, over)
+        return Field(self.tree, over, reduce(self.x, label, self.tree.count(over), **options))
 
     def sum(self, over: Grouping) -> Field:
         return self if over == self.level else self._reduce(over, segments.total)
@@ -248,13 +250,13 @@ class Field:
         return self._reduce(over, segments.mean)
 
     def min(self, over: Grouping) -> Field:
-        return self._reduce(over, lambda x, label, n: segments.extreme(x, label, n, largest=False))
+        return self._reduce(over, segments.extreme, largest=False)
 
     def max(self, over: Grouping) -> Field:
-        return self._reduce(over, lambda x, label, n: segments.extreme(x, label, n, largest=True))
+        return self._reduce(over, segments.extreme, largest=True)
 
     def std(self, over: Grouping, correction: int = 1) -> Field:
-        return self._reduce(over, lambda x, label, n: segments.std(x, label, n, correction=correction))
+        return self._reduce(over, segments.std, correction=correction)
 
     def median(self, over: Grouping) -> Field:
         return self._reduce(over, segments.median)
@@ -290,25 +292,22 @@ class Field:
     def __rtruediv__(self, o: float) -> Field:
         return self.map(lambda x: o / x)
 
-    def __pow__(self, o: float) -> Field:
-        return self.map(lambda x: x**o)
-
     def clamp(self, low: float | None = None, high: float | None = None) -> Field:
-        return self.map(lambda x: x.clamp(low, high))
+        return self.map(methodcaller("clamp", low, high))
 
     def to(self, dtype: torch.dtype) -> Field:
-        return self.map(lambda x: x.to(dtype))
+        return self.map(methodcaller("to", dtype))
 
     __add__ = __radd__ = _binary(operator.add)
     __mul__ = __rmul__ = _binary(operator.mul)
-    __sub__, __truediv__ = _binary(operator.sub), _binary(operator.truediv)
+    __sub__, __truediv__, __pow__ = _binary(operator.sub), _binary(operator.truediv), _binary(operator.pow)
     __gt__, __lt__ = _binary(operator.gt), _binary(operator.lt)
     __ge__, __le__ = _binary(operator.ge), _binary(operator.le)
     __and__, __or__ = _binary(operator.and_), _binary(operator.or_)
     minimum, maximum = _binary(lambda a, b: torch.minimum(a, b)), _binary(lambda a, b: torch.maximum(a, b))
     __neg__, __invert__ = _unary(operator.neg), _unary(operator.invert)
-    exp, log = _unary(lambda x: x.exp()), _unary(lambda x: x.log())
-    abs, detach = _unary(lambda x: x.abs()), _unary(lambda x: x.detach())
+    exp, log = _unary(methodcaller("exp")), _unary(methodcaller("log"))
+    abs, detach = _unary(methodcaller("abs")), _unary(methodcaller("detach"))
 
     @cached_property
     def item(self) -> Any:

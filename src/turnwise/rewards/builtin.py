@@ -229,8 +229,9 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
     if answer is None:
         return None
     text = THOUGHTS.sub("", completion[-MAX_TEXT:], count=1)
-    last = last_box(text)
-    if last is None and (last := final_answer(text)) == text:
+    boxed = last_box(text)
+    last = final_answer(text) if boxed is None else boxed
+    if boxed is None and last == text:
         last = re.split(r"(?<=[.!?])\s+|\n", text.strip())[-1]
         if (one := ONE_NUMBER.fullmatch(last)) and not MEANT & set(re.findall("[a-z]+", last.lower())):
             last = one[1]

@@ -201,7 +201,8 @@ async def read_body(request: Request, empty: bool = False, parts: int = MAX_PART
 def read_json(text: str, parts: int) -> Any:
     """What ``json.loads`` reads, by many short calls of it: every other thread of the process waits for each. Refuses more than
     so many objects and lists, or too many keys in one."""
-    left, scan = parts, json.JSONDecoder().scan_once
+    decoder: Any = json.JSONDecoder()
+    left, scan = parts, decoder.scan_once
 
     def skip(at: int, mark: str = "") -> int:
         if not text.startswith(mark, at):
