@@ -173,7 +173,7 @@ def credit_bench(argv: Sequence[str]) -> int:
     parser.add("--tasks", type=int, default=16, help="tasks, with one group in each batch [16]")
     parser.add("--batches", type=int, default=4, help="scored batches [4]")
     parser.add("--states", type=int, default=4000, help="states of a task that are enumerated at most [4000]")
-    add_settings(parser, DEFAULT_METHOD, everything=False)
+    add_settings(parser, DEFAULT_METHOD, topic="")
     n = parser.parse(argv)
     names = [name for name in n.method.split(",") if name]
     for name in names:

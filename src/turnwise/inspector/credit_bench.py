@@ -101,7 +101,7 @@ class FrozenPolicy:
     def answers(self, prompts: Sequence[Ids]) -> list[dict[Ids, float]]:
         """All that the policy may answer to each prompt, with probabilities: from the likely beginnings to their ends."""
         listed: list[dict[Ids, float]] = [{} for _ in prompts]
-        begun = [(n, (), 1.0) for n in range(len(prompts))]
+        begun: list[tuple[int, Ids, float]] = [(n, (), 1.0) for n in range(len(prompts))]
         while begun:
             longer: list[tuple[int, Ids, float]] = []
             for i in range(0, len(begun), ROWS):
@@ -154,8 +154,10 @@ class World:
         first = read_messages(env.reset(task.seed), "reset")
         self.horizon = min(spec.limits.turns, getattr(env, "max_turns", spec.limits.turns))
         self.names_states = env.state_key() is not None
-        self.root = self._place(env, renderer.open(first, spec.tools, spec.limits.history))
-        assert self.root is not None, "the first prompt fills the context"
+        root = self._place(env, renderer.open(first, spec.tools, spec.limits.history))
+        if root is None:
+            raise SettingError(f"the first prompt of {task.key} fills the context; write a larger --context")
+        self.root = root
         frontier = [self.root]
         for _ in range(self.horizon):
             known = len(self.places)
