@@ -29,6 +29,7 @@ from turnwise.inspector.compare.comparison import (
     student_t,
 )
 from turnwise.inspector.compare.live import compare_live, grid_variants, method_variants
+from turnwise.inspector.compare.search import CONFIRMATIONS, cost, default_space, rungs, runnable, search
 from turnwise.inspector.compare.sequential import evidence, half_width, holm, power, seeds_needed
 from turnwise.store.atomic import write_sealed
 from turnwise.store.rundir import RunDir
@@ -53,10 +54,21 @@ def write_run(folder, method, seed, success, tokens=1000.0, evaluated=None):
 
 
 def test_identical_methods_are_rarely_called_different_and_large_gaps_are_found():
-    same = simulation.simulate(1000, 0.0)
-    noise = 3 * math.sqrt(0.05 * 0.95 / 1000)  # of a rate that is measured 1,000 times
-    assert same["called_different"] <= 0.05 + noise
-    assert simulation.simulate(100, 0.4, 8)["called_different"] >= 0.9
+    rng = np.random.default_rng(0)
+    ties = [simulation.compared(["a", "b"], simulation.simulated("normal", {}, rng), 8)[0] for _ in range(300)]
+    noise = 3 * math.sqrt(0.05 * 0.95 / 300)  # of a rate that is measured 300 times
+    assert sum(map(bool, ties)) / 300 <= 0.05 + noise
+    gaps = [simulation.compared(["a", "b"], simulation.simulated("normal", {"a": 0.3}, rng), 8)[0] for _ in range(40)]
+    assert sum(claims == {("a", "b")} for claims in gaps) >= 36
+
+
+@pytest.mark.thorough
+def test_a_thousand_comparisons_and_searches_claim_no_more_falsely_than_they_state():
+    rows = simulation.comparison_rows(1000, seed=7) + simulation.search_rows(1000, seed=7)
+    noise = 3 * math.sqrt(0.05 * 0.95 / 1000)
+    assert [row for row in rows if row["false"] > 0.05 + noise] == []
+    seen = {(row["noise"], row["planted"]): row["seen"] for row in rows if row["what"] == "search"}
+    assert seen["normal", "winner +0.2"] > 0.9 and seen["measured", "winner +0.2"] > 0.7
 
 
 values = st.lists(st.floats(-1, 1), min_size=2, max_size=8)
@@ -237,6 +249,92 @@ def test_nonsense_is_refused_before_anything_is_trained(methods, more, words, tm
 def test_arms_that_cannot_run_here_are_refused_with_their_label():
     with pytest.raises(SettingError, match="gigpo"):
         arms_of(method_variants(["grpo", "gigpo"]), {"env": "countdown"})
+
+
+# ----------------------------------------------------------------- search
+
+
+def test_rungs_halve_and_the_plan_counts_its_runs():
+    assert list(rungs(16)) == [(16, 1), (8, 1), (4, 2), (2, 4)] and list(rungs(1)) == []
+    assert cost(4) == ((4 + 1) + (2 + 1) + 2 * CONFIRMATIONS, 2 + CONFIRMATIONS)
+
+
+@pytest.fixture
+def drawn(stubbed, monkeypatch):
+    """Runs whose end is a function of the method, a little noise by seed, and of what a test sets."""
+    ends = {"grpo": 0.4, "dr_grpo": 0.42, "ppo": 0.7, "opo": 0.41, "gpg": 0.3}
+
+    def train_run(values, start, listen, deadline):
+        stubbed.append(dict(values))
+        noise = 0.02 * math.sin(7 * values["seed"] + len(values["method"]))
+        path = write_run(Path(values["out"]) / "made", values["method"], values["seed"], ends[values["method"]] + noise)
+        path.rename(Path(values["out"]) / values["name"])
+        (Path(values["out"]) / values["name"] / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(arms, "train_run", train_run)
+    return ends
+
+
+def find(folder, **more):
+    return search(
+        method_variants(["grpo", "dr_grpo", "ppo", "opo", "gpg"]), {"env": "guess"}, folder, **{"minutes": 60.0, **more}
+    )
+
+
+def test_a_search_finds_a_planted_winner_and_confirms_it_on_seeds_that_it_has_not_seen(tmp_path, drawn, stubbed):
+    report = find(tmp_path / "s")
+    assert report.verdict.startswith("ppo beats grpo") and report.arms[0]["label"] == "ppo"
+    searched = set(map(int, report.arms[0]["ends"]))
+    assert searched and not searched & set(report.confirmation.values["ppo"])
+    assert {row["label"] for row in report.arms} == {"dr_grpo", "ppo", "opo", "gpg"}  # everything tried
+    written = json.loads((tmp_path / "s/search.json").read_text())
+    assert written["verdict"] == report.verdict and report.verdict in (tmp_path / "s/search.txt").read_text()
+    count = len(stubbed)
+    assert find(tmp_path / "s").verdict == report.verdict and len(stubbed) == count  # read, not trained again
+
+
+def test_nothing_beats_the_base_is_an_answer(tmp_path, drawn):
+    drawn.update(grpo=0.9)
+    report = find(tmp_path / "s")
+    assert report.verdict == "nothing beats the base" and report.confirmation is None
+    drawn.update(dict.fromkeys(drawn, 0.5))
+    report = find(tmp_path / "t")
+    assert report.verdict == "nothing beats the base" and len(report.arms) == 4
+
+
+def test_a_search_that_runs_out_of_time_says_so_and_goes_on_later(tmp_path, drawn, stubbed, monkeypatch):
+    train, left = arms.train_run, [3]
+
+    def late(values, *rest):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OutOfTime
+        train(values, *rest)
+
+    monkeypatch.setattr(arms, "train_run", late)
+    report = find(tmp_path / "s")
+    assert "goes on where it stopped" in report.text() and len(report.arms) == 2
+    left[0] = 10**6
+    assert find(tmp_path / "s").verdict.startswith("ppo beats grpo")
+
+
+def test_arms_without_time_and_arms_that_cannot_run_are_named(tmp_path, drawn):
+    report = find(tmp_path / "s", minutes=5.0)
+    assert any("no time" in reason for reason in report.left_out.values())
+    space = [*method_variants(["grpo", "ppo", "dpo"]), ("again", {"method": "ppo"})]
+    chosen, refused = runnable(space, {"env": "guess"})
+    assert (
+        [arm.label for arm in chosen] == ["grpo", "ppo"] and refused["again"] == "the same as ppo" and "dpo" in refused
+    )
+    with pytest.raises(SettingError, match="no arm to try"):
+        search(method_variants(["grpo", "dpo"]), {"env": "guess"}, tmp_path / "n", 5.0)
+    with pytest.raises(SettingError, match="minutes is -1"):
+        find(tmp_path / "n", minutes=-1.0)
+
+
+def test_the_default_space_has_a_dozen_arms_that_run_here():
+    chosen, refused = runnable(default_space("grpo", {}), {"env": "calculator"})
+    assert 12 <= len(chosen) <= 24 and not refused and chosen[0].label == "grpo"
 
 
 def test_a_grid_is_every_combination():

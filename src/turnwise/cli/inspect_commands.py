@@ -110,6 +110,34 @@ def sweep(argv: Sequence[str]) -> int:
     return _live(grid_variants(grid), run)
 
 
+def search(argv: Sequence[str]) -> int:
+    """``turnwise search [BASE METHOD ...] --env E --hours H``"""
+
+    def own_flags(parser: Parser) -> None:
+        parser.add("--hours", type=float, default=0.5, help="it ends by then, or says how to go on [0.5]")
+        parser.add("--minutes", type=float, default=0.0, help="the same in minutes")
+        parser.add(
+            "--alpha", type=float, default=0.05, help="probability of a claim where nothing differs, at most [0.05]"
+        )
+
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    for word in words:
+        signatures.check_method(word)
+    about = "Find what beats a method (the first; grpo) here, among those named or some twenty of its kind and knobs."
+    run = read_run_flags("search", about, argv[len(words) :], own_flags, positional=False)
+    from turnwise.inspector.compare.live import method_variants
+    from turnwise.inspector.compare.search import BASE, default_space
+    from turnwise.inspector.compare.search import search as search_space
+
+    n, values = run.namespace, dict(run.values)
+    out = values.pop("out", "runs") + f"/{values.pop('name', '') or 'search'}"
+    space = method_variants(words) if len(words) > 1 else default_space([*words, BASE][0], values)
+    with progress(n.json) as listen:
+        report = search_space(space, values, out, n.minutes or 60 * n.hours, n.alpha, listen)
+    show(report, n.json)
+    return 0
+
+
 def _comparison_flags(parser: Parser) -> None:
     parser.add("--minutes", type=float, default=20.0, help="it ends by then; without --steps, runs fit into it [20]")
     parser.add("--seeds", type=int, default=8, help="seeds at most; more may be added later [8]")

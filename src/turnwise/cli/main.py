@@ -55,6 +55,7 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "sweep": (looks.sweep, "the same over a grid of settings"),
     "evidence": (looks.evidence, "decide claims of papers by paired runs: play, repeat and check rows, print verdicts"),
+    "search": (looks.search, "find what beats a method here, and confirm it on fresh seeds"),
     "audit": (
         looks.audit,
         "print where the losses of TRL or verl, or a dumped batch, deviate from the recipe in float64",

@@ -134,7 +134,7 @@ class ArmRunner:
         starts = [one / "initial" for one in others if one != path and (one / "initial").is_dir()]
         values = {**arm.settings, **changes, "out": str(self.folder), "name": path.name}
         train_run(values, starts[0] if starts else None, self.listen, self.deadline)
-        if starts or path.name == PROBE:
+        if starts:
             self.seconds.append(time.monotonic() - began)
 
     # ------------------------------------------------------------------ before any training

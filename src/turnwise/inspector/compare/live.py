@@ -201,8 +201,9 @@ def compare_live(
             lasted = time.monotonic()
             outcomes += [runner.outcome(arm, seed) for arm in arms]
             comparison = compare_outcomes(outcomes, True, alpha, same)
-            runner.say(comparison.text())
             lasted = time.monotonic() - lasted
+            more = int(max(runner.left, 0.0) / (MARGIN * max(lasted, 0.1 * per_seed)))  # one that was only read takes no time
+            runner.say(f"{comparison.text()}\n{lasted:.0f} s for this seed; the time left holds about {more} more")
             if comparison.decided:
                 return ended(f"decided after {seed - first + 1} seeds")
             if seed + 1 < first + seeds and MARGIN * lasted > runner.left:
@@ -212,10 +213,10 @@ def compare_live(
         stopped = "the minutes are used up; the same command goes on where it stopped"
     if comparison is None:
         return ended(f"cannot tell: {stopped}")
-    return ended(stopped, *undecided_notes(comparison, forecasts[0], alpha))
+    return ended(stopped, *undecided_notes(comparison, forecasts[0]))
 
 
-def undecided_notes(comparison: Comparison, told: Forecast, alpha: float) -> list[str]:
+def undecided_notes(comparison: Comparison, told: Forecast) -> list[str]:
     """For each open pair, what would be needed: if its difference is what it is now, and for a smallest one that matters."""
     notes = []
     for pair in comparison.pairs:
