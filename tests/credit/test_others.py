@@ -62,6 +62,8 @@ CASES = [  # ours, theirs, and at which step where it matters
     ("luffy", {"kind": "log"}, {"kind": "log"}, 0),
     ("guide", {}, {}, 0),
     ("guide", {"clip": 0.05}, {"clip": 0.05}, 0),
+    ("adhint", {}, {}, 0),
+    ("adhint", {"clip": 0.05}, {"clip": 0.05}, 0),
     ("arpo_gui", {}, {}, 0),
     ("arpo_gui", {"low": 0.1, "high": 0.1, "dual": None}, {"low": 0.1, "high": 0.1, "dual": None}, 0),
     ("bepa", {}, {}, 0),
@@ -339,6 +341,24 @@ def test_guide_without_a_hint(seed):
         one.success = False
         one.facts["guided"] = one.lot < 0.5
     same(built("guide"), built("grpo", beta=0.0), *packed(reference))
+
+
+@pytest.mark.parametrize("seed", FIXED)
+def test_adhint_without_help_is_grpo(seed):
+    same(built("adhint"), built("grpo", beta=0.0), *packed(plain(seed)))
+
+
+def test_adhint_prefers_successes_without_help():
+    """Two kinds with the same rewards but a help that was worth 1/2: 1 of 2 without it, 2 of 2 or 3 of 4 with it."""
+    rows = [row([-1.0], r, bool(r), guided=helped) for r, helped in
+            ((1, False), (0, False), (0, False), (1, True), (1, True), (0, True))]  # fmt: skip
+    advantage = ran(built("adhint"), *packed([rows]))[0]
+    unit, gap = 1 / 3**0.5, 2 / 3 - 1 / 3  # z-scores of one in three
+    expected = [2 * unit * (1 + gap), -unit, -unit, unit * (1 - gap), unit * (1 - gap), -2 * unit]
+    assert advantage.tolist() == pytest.approx(expected, abs=1e-5)
+    harmful = [row([-1.0], r, bool(r), guided=not helped) for r, helped in ((1, False), (0, False), (1, True), (1, True))]
+    first = ran(built("adhint"), *packed([harmful]))[0][:2].tolist()
+    assert first == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)  # worse with help: g = 0
 
 
 def test_guide_divides_by_what_was_sampled_with_the_hint():

@@ -568,6 +568,29 @@ def guide(batch: Batch, clip: float = 0.2) -> Result:
     return Result(everywhere(batch, advantages), loss, {"used": [id(one) in ids for one in trajectories(batch)]})
 
 
+def adhint(batch: Batch, clip: float = 0.2) -> Result:
+    """Card: "normalise hinted and unhinted rollouts separately, then scale by relative difficulty". House: a lone one gets 0;
+    a success is `success`; g is 0 where a group has one kind only."""
+    advantages = {}
+    loss = constant(0.0)
+    for group in batch:
+        kinds = {helped: [one for one in group if bool(one.facts.get("guided", False)) is helped] for helped in (False, True)}
+        # Card: "g = clip(mean_hinted - mean_unhinted, 0, 1)"
+        gap = 0.0
+        if kinds[True] and kinds[False]:
+            with_help, without = (mean([total(one) for one in kinds[helped]]) for helped in (True, False))
+            gap = min(1.0, max(0.0, with_help - without))
+        for helped, rows in kinds.items():
+            for one, score in zip(rows, standard([total(one) for one in rows])):
+                # Card: "unhinted successes x (1+g), hinted successes x (1-g)"
+                advantages[id(one)] = score * ((1 - gap if helped else 1 + gap) if one.success else 1.0)
+    for one in trajectories(batch):
+        for token in sampled(one):
+            value = surrogate(token, advantages[id(one)], clip, clip)
+            loss = loss + value / len(sampled(one)) / worded(trajectories(batch))
+    return Result(everywhere(batch, advantages), loss)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Replay
 

@@ -27,6 +27,7 @@ NAMES = [
     "hpt",
     "luffy",
     "guide",
+    "adhint",
     "arpo_gui",
     "spear_replay",
     "r1v2",

@@ -123,7 +123,7 @@ DRAWN: dict[str, Strategies] = {
     "a2tgpo": {**BOUNDS, "alpha": between(-1.0, 1.0), "beta": between(0.05, 0.95), "gamma": between(0.3, 1.0)},
     "scale_rl": {"cap": CAP},
     "forking_tokens": {**BOUNDS, "share": SHARE},
-    "trimpi": {"clip": CLIP},
+    "adhint": {"clip": CLIP}, "trimpi": {"clip": CLIP},
     "a2fm": {"clip": CLIP, "alpha": between(0.3, 4.0), "easy": between(0.1, 0.9)},
     "echo": {
         "boost": between(0.0, 0.4), "bonus": WEIGHT, "least": between(0.01, 0.2), "most": between(0.21, 0.7),
@@ -169,6 +169,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {  # settings that change neither advanta
     "dart": {"easy": "tests/tasks", "pool": "tests/tasks"},
     "aepo": dict.fromkeys(("target", "hot", "cold", "share"), "tests/rollout"),
     "scale_rl": {"solved": "tests/tasks"},
+    "adhint": {"most": "tests/rollout/test_guidance.py"},
     "trimpi": dict.fromkeys(("share", "tier"), "tests/rollout/test_late_starts.py"),
     "a2fm": dict.fromkeys(("openings", "forced"), "tests/rollout/test_modes.py"),
     "echo": dict.fromkeys(("trunks", "high", "confident"), "tests/rollout/test_confidence_tree.py"),

@@ -14,7 +14,7 @@ SEGMENTS = [
     "verl_rank", "rlfr", "gcpo", "promed", "fapo", "otc", "information_consistency",
 ]  # fmt: skip
 OTHERS = [
-    "chord", "hpt", "luffy", "guide", "arpo_gui", "spear_replay", "r1v2", "bepa", "opd", "opd_corrected", "scope",
+    "chord", "hpt", "luffy", "guide", "adhint", "arpo_gui", "spear_replay", "r1v2", "bepa", "opd", "opd_corrected", "scope",
     "otr",
 ]  # fmt: skip
 PREFERENCES = [

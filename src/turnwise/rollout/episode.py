@@ -116,6 +116,7 @@ def with_hint_text(messages: list[Message], hint: str) -> list[Message]:
 
 
 AGENT_CALLS = 128
+WINDOW_END = "the tokens of this window are sampled"
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,6 @@ class UnforkedSession:
         pass
 
     cancel = close = unpark = park
-
-
-class WindowEnd(Exception):
-    """The tokens of this window are sampled."""
 
 
 class FailedEnvironment:
@@ -246,9 +243,8 @@ class Episode:
             status, reason = await self._play()
             self.end = await self._state()
         except ContextOverflow as overflow:
-            status, reason, self.limit = Status.TRUNCATED, str(overflow), Limit.CONTEXT
-        except WindowEnd:
-            status, reason, self.limit = Status.TRUNCATED, "end of a window", Limit.TOKENS
+            status, reason = Status.TRUNCATED, str(overflow)
+            self.limit = Limit.CONTEXT if self.window > 0 else Limit.TOKENS
         except Exception as fault:  # raised by the environment, the generator or the machine
             status, reason = Status.FAILED, fault_words(fault)
             self.lost = bool(host_fault(fault))
@@ -299,9 +295,8 @@ class Episode:
             first = with_reminder(first, self._taken_before(), self.told_limits) if self.told_limits else first
             recorded = support.hint if support is not None and support.recorded else ""
             self.dialogue = self.renderer.open(with_hint_text(first, recorded), tools, self.limits.history)
-            for tokens in (
-                support.turns if support is not None else ()
-            ):  # they become context of the policy's first turn
+            given = support.turns if support is not None else ()
+            for tokens in given:  # they become context of the policy's first turn
                 step = await self._play_as_context(self.dialogue, tokens)
                 if step.terminated or step.truncated:
                     raise EnvironmentFault("the given turns end the episode, so nothing is left to sample; give fewer")
@@ -327,7 +322,7 @@ class Episode:
                 self.limit = Limit.CONTEXT
                 return Status.TRUNCATED, f"context window of {self.limits.context} tokens (--context)"
             if self.window < 1:
-                raise WindowEnd
+                raise ContextOverflow(WINDOW_END)
             seat = str(getattr(self.environment, "agent", "agent"))
             others_move = self.others is not None and seat != self.others.seat
             step = await (self._other_turn if others_move else self._turn)(self.dialogue)
@@ -439,8 +434,8 @@ class Episode:
         sampling = self.sampling
         if start:  # the limit holds for the whole turn
             sampling = replace(sampling, max_tokens=max(1, sampling.max_tokens - len(start)), begun=len(start))
-        in_window = replace(sampling, max_tokens=min(sampling.max_tokens, self.window))
-        completion = await self.session.generate([*(self.hinted_dialogue or dialogue).ids, *start], in_window)
+        ids, limit = [*(self.hinted_dialogue or dialogue).ids, *start], min(sampling.max_tokens, self.window)
+        completion = await self.session.generate(ids, replace(sampling, max_tokens=limit))
         if completion.stop == Stop.CANCELLED:
             raise EnvironmentFault("cancelled")
         self.window -= len(completion.tokens)
@@ -457,7 +452,7 @@ class Episode:
         began = time.perf_counter()
         try:
             if completion.stop == Stop.WINDOW:  # the environment hears of a turn when it is whole
-                raise WindowEnd
+                raise ContextOverflow(WINDOW_END)
             step = await self._step(action)
         except BaseException:
             step = Step()

@@ -13,13 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.core.limits import Declared, number
 from turnwise.core.protocols import Session
-from turnwise.core.records import Group, Limit, Stop, Trajectory
+from turnwise.core.records import Group, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful, remember
 from turnwise.errors import RecipeError
@@ -496,54 +495,6 @@ class LateStarts(Guidance):
     live, requirements = _LateStarts, LATE_TURNS
     starts: int = number(3, least=0)
     apart: int = number(2, least=1)
-
-
-# ------------------------------------------------- by task: what was begun is continued
-
-
-@dataclass
-class _Windows(LiveGuidance):
-    # by task key: of each unfinished episode its id and the ids of its turns, the last one up to where it was cut
-    left: dict[str, list[list[Any]]] = field(default_factory=dict)
-    saved = ("counts", "left")
-
-    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
-        request = replace(request, play=partial(request.play, max_tokens=self.rule.length))
-        begun = self.left.get(request.task.key, [])[: request.size]
-        if not begun:
-            return strategy.begin(request)
-        supports = [Support(taken=tuple(map(tuple, turns)), name=name) for name, turns in begun]
-        plain: list[dict[str, Any]] = [{}] * (request.size - len(begun))
-        return self._grow(request, request.sessions(), [*({"support": s} for s in supports), *plain])
-
-    async def _grow(self, request: GroupRequest, sessions: list[Session], options: list[dict[str, Any]]) -> Group:
-        return request.grown(await request.play_each(sessions, options))
-
-    def observe(self, group: Group) -> None:
-        before = {f"continues {name}": turns for name, turns in self.left.pop(group.task.key, [])}
-        unfinished = [
-            t for t in group.trajectories if t.limit == Limit.TOKENS and (not t.guidance or t.guidance in before)
-        ]
-        self.count("windows", len(group.trajectories))
-        self.count("windows_cut", len(unfinished))
-        left = []
-        for t in unfinished:
-            *whole, start = before.get(t.guidance, [[]])
-            first, *later = (list(turn.tokens) for turn in t.turns)
-            # a window that ended with a turn begins the next one
-            rest: list[list[int]] = [] if t.turns[-1].stop == Stop.WINDOW else [[]]
-            left.append([t.id, [*whole, [*start, *first], *later, *rest]])
-        if left:
-            remember(self.left, group.task.key, left)
-
-
-class Windows(Guidance):
-    """An episode ends after ``length`` sampled tokens, inside a turn if need be. When its task comes back (``Begun``), the group
-    goes on from there under the present policy: what was sampled before is played again and is context, so each token is
-    trained on once. Places of finished episodes begin at the prompt."""
-
-    live = _Windows
-    length: int = number(32, least=1)
 
 
 # ------------------------------------------------------- help for a part of every group

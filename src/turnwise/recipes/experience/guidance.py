@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from turnwise.recipes.families.actor_critic import Windows
 from turnwise.rollout.guidance import (
     BackwardStarts,
     CaseMemory,
@@ -17,7 +18,6 @@ from turnwise.rollout.guidance import (
     ShortestPrefix,
     SolvedExamples,
     WeakestHint,
-    Windows,
 )
 
 
@@ -32,8 +32,7 @@ def ghpo(shares: str = "0.25/0.5/0.75", begin: int = 0) -> Guidance:
     The last group sampled replaces the plain one and is trained under the prompt it was sampled with.
 
     Paper: GHPO, arXiv 2507.10628.
-    Settings: shares 0.25, 0.5 and 0.75.
-    Deviation: the solution is that of the environment's scripted policy."""
+    Settings: shares 0.25, 0.5 and 0.75."""
     return GrowingPrefix(shares, begin)
 
 
@@ -41,9 +40,7 @@ def scaf(tiers: int = 4, warmup: int = 10) -> Guidance:
     """Scaf-GRPO: after a warm-up, the weakest tier of hints that works; its success replaces one failed rollout.
 
     Paper: Scaf-GRPO, arXiv 2510.19807.
-    Settings: warm-up of 15 % of the steps, 12 tiers, 1 replacement.
-    Deviation: tiers are the environment's own, tried one after the other; the second replacement under the plain prompt is
-    not offered."""
+    Settings: warm-up of 15 % of the steps, 12 tiers, 1 replacement."""
     return WeakestHint(tiers, warmup)
 
 
@@ -53,17 +50,14 @@ def guide(more: int = 0, tier: int = 1, union: bool = True) -> Guidance:
     ρₜ = π(yₜ | x, y<t) / μ(yₜ | x, hint, y<t)
 
     Paper: Adaptive Guidance Accelerates RL of Reasoning Models, arXiv 2506.13923.
-    Settings: as many hinted rollouts as plain ones.
-    Deviation: hints come from the environment."""
+    Settings: as many hinted rollouts as plain ones."""
     return HintWhenStuck(more, tier, union)
 
 
 def pope(shares: str = "0.25/0.5/0.75", tries: int = 8) -> Guidance:
     """POPE: hard tasks with the shortest prefix of a solution that works in their prompt, and without it, in turn.
 
-    Paper: POPE, arXiv 2601.18779.
-    Deviation: hard tasks and workable prefixes are found during the run; tries and shares are ours. Write --sampler cycle or
-    another pool, so that tasks come back."""
+    Paper: POPE, arXiv 2601.18779."""
     return ShortestPrefix(shares, tries)
 
 
@@ -71,17 +65,14 @@ def prefix(prefixes: int = 3, low: float = 0.4, high: float = 0.8) -> Guidance:
     """PrefixRL: three of four groups continue a recorded solution from a fixed cut; the prefix is context.
 
     Paper: Reuse your FLOPs (PrefixRL), arXiv 2601.18795.
-    Settings: 3 prefixes by task, cut between 0.4 and 0.8 of the solution.
-    Deviation: the solution is that of the environment's scripted policy."""
+    Settings: 3 prefixes by task, cut between 0.4 and 0.8 of the solution."""
     return RecordedPrefixes(prefixes, low, high)
 
 
 def adhint(most: float = 0.8) -> Guidance:
     """ADHint: half of a group without help; the harder it was, the longer the prefix that the other half continues.
 
-    Paper: ADHint, arXiv 2512.13095.
-    Deviation: the share most·(1 − success) is ours; prefix tokens are context, not trained with modulated gradients; one
-    baseline for both halves."""
+    Paper: ADHint, arXiv 2512.13095."""
     return HintByDifficulty(most)
 
 
@@ -89,9 +80,7 @@ def memento(cases: int = 4, size: int = 256) -> Guidance:
     """Memento (AgentFly's case memory): prompts show similar finished tasks, solved ones to follow and failed ones to avoid.
 
     Paper: AgentFly: Fine-tuning LLM Agents without Fine-tuning LLMs, arXiv 2508.16153.
-    Settings: 4 cases (8 in its code).
-    Deviation: similarity is the cosine of word counts, not of sentence embeddings; no learned retrieval. The first rollout of a
-    group is plain, and the policy learns by the run's method; the paper's never does."""
+    Settings: 4 cases (8 in its code)."""
     return CaseMemory(cases, size)
 
 
@@ -99,8 +88,7 @@ def xrpo(examples: int = 2, more: int = 0, corpus: int = 256) -> Guidance:
     """XRPO (in-context seeding): rollouts of a failing group with solved tasks in the prompt, from a growing corpus.
 
     Paper: XRPO, arXiv 2510.06672.
-    Settings: 2 examples.
-    Deviation: similarity is the share of common words; trained under the prompt with the examples."""
+    Settings: 2 examples."""
     return SolvedExamples(examples, more, corpus)
 
 
@@ -108,27 +96,21 @@ def trimpi(share: float = 0.5, tier: int = 1, document: str = "") -> Guidance:
     """TriMPI (policy rollout): half of each group reads a document in its prompt; all are trained without it.
 
     Paper: Multimodal Policy Internalization (TriMPI), arXiv 2510.09474.
-    Settings: as many rollouts with the document as without.
-    Deviation: without document=FILE the text is the environment's hints. Which policy the ratio compares with is the method's:
-    trimpi takes the policy without the document on both sides, others the one that sampled."""
+    Settings: as many rollouts with the document as without."""
     return HalfInContext(share, tier, document)
 
 
 def ipa(first: int = 1, by: int = 1, enough: float = 0.5) -> Guidance:
     """IPA (chunk-initialised resampling): groups start near the end of a solution, and earlier as they succeed.
 
-    Paper: Let It Flow (ROME, IPA), arXiv 2512.24873.
-    Deviation: the good trajectory is that of the environment's scripted policy; a chunk is a turn; when to move the start is
-    ours; the chunks before the start are not imitated. Write --sampler cycle or another pool, so that tasks come back."""
+    Paper: Let It Flow (ROME, IPA), arXiv 2512.24873."""
     return BackwardStarts(first, by, enough)
 
 
 def wovr(starts: int = 3, apart: int = 2) -> Guidance:
     """WoVR (keyframe starts): each group starts at the prompt or at one of a few late turns of a solution, drawn evenly.
 
-    Paper: WoVR, arXiv 2602.13977.
-    Deviation: in the environment itself, not in a world model of video; keyframes are counted from the end of the scripted
-    solution, and not chosen as critical moments."""
+    Paper: WoVR, arXiv 2602.13977."""
     return LateStarts(starts, apart)
 
 
@@ -136,10 +118,7 @@ def bepa(tries: int = 4) -> Guidance:
     """BEPA (level 1): the policy plays tasks on which it fails with a plan of the expert's trace; the cache keeps successes.
 
     Paper: From Off-Policy to On-Policy (BEPA), arXiv 2601.05787.
-    Settings: one trace for each of 128 tasks; the number of tries is ours.
-    Deviation: the plan is made by rule from the scripted solution, not by a model; the present policy plays it, when its group
-    fails, and not the base policy before the run. Use it with the method bepa or --replay bepa: where no planned episode
-    succeeds, the demonstration enters."""
+    Settings: one trace for each of 128 tasks; the number of tries is ours."""
     return SelfRolledPlans(tries)
 
 
@@ -147,7 +126,5 @@ def t_ppo(length: int = 32) -> Guidance:
     """T-PPO (windows): episodes end after a window of tokens and go on in the group with which their task comes back.
 
     Paper: Truncated Proximal Policy Optimization, arXiv 2506.15050.
-    Settings: windows of 8k of 24k tokens (recalled).
-    Deviation: a group comes back as a whole; the places of its finished episodes begin again. Write --sampler t_ppo, so that
-    tasks come back. Values of unfinished episodes and the critic's targets belong to the method t_ppo."""
+    Settings: windows of 8k of 24k tokens (recalled)."""
     return Windows(length)

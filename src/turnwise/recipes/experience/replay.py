@@ -32,8 +32,7 @@ def spear(oldest: int = 10, size: int = 2048, share: float = 0.5, above: float =
     """SPEAR: recent trajectories with a positive advantage, mixed in at random.
 
     Paper: SPEAR, arXiv 2509.22601.
-    Settings: at most 10 steps old, 2048 trajectories.
-    Deviation: the buffer alone; the self-imitation loss belongs to the method spear_replay."""
+    Settings: at most 10 steps old, 2048 trajectories."""
     return RecentBuffer(oldest, size, share, above)
 
 
@@ -55,8 +54,7 @@ def remix(share: float = 0.4, window: int = 2, until: int = 0) -> Replay:
     """ReMix (mix-policy): whole groups of the last batches, a fixed share of each step.
 
     Paper: ReMix, arXiv 2507.06892.
-    Settings: share 0.4, the last 2 policies, until step 50 or 100.
-    Deviation: past groups are added to the fresh ones. The clip around the older policy belongs to the method remix."""
+    Settings: share 0.4, the last 2 policies, until step 50 or 100."""
     return PastBatches(share, window, until)
 
 
@@ -64,9 +62,7 @@ def swarm(folder: str = "swarm", foreign: int = 4, sender: str = "", capacity: i
     """Swarm SAPO (sharing): groups of other runs, through a pool in a folder that several runs write and read.
 
     Paper: Sharing is Caring, arXiv 2509.08721.
-    Settings: 4 own groups and 4 of others a step.
-    Deviation: token ids are shared instead of text, so runs need one tokenizer (groups of another are left out and counted);
-    the sender's rewards are kept. The ratio of foreign groups belongs to the method swarm."""
+    Settings: 4 own groups and 4 of others a step."""
     return SharedExperience(folder, foreign, sender, capacity)
 
 
@@ -74,6 +70,5 @@ def dynaweb(share: float = 0.5) -> Replay:
     """DynaWeb (expert items): each rollout is replaced by an expert's trajectory of its task with a fixed probability.
 
     Paper: DynaWeb, arXiv 2601.22149.
-    Settings: share 0.5 (other summaries give 0.4).
-    Deviation: an expert's trajectory replaces rollouts of its own task."""
+    Settings: share 0.5 (other summaries give 0.4)."""
     return ExpertItems(share)

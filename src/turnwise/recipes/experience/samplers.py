@@ -40,8 +40,7 @@ def unsolved(solved: float = 0.9, pool: int = 1024) -> Sampler:
 def spo(pool: int = 1024, floor: float = 0.05, keep: float = 0.96) -> Sampler:
     """SPO: tasks in proportion to √(p(1 − p)) + floor, p tracked by task.
 
-    Paper: Single-stream Policy Optimization, arXiv 2509.13232.
-    Deviation: a constant rate of forgetting; the paper's depends on how far the policy moved."""
+    Paper: Single-stream Policy Optimization, arXiv 2509.13232."""
     return UncertaintySampler(pool=pool, floor=floor, keep=keep)
 
 
@@ -51,8 +50,7 @@ def vade(pool: int = 1024, fast: float = 0.2, slow: float = 0.999, candidates: i
     Chosen tasks: α ← fast·α + successes, β ← fast·β + failures. Others: both times slow.
 
     Paper: VADE, arXiv 2511.18902.
-    Settings: fast 0.2, slow 0.999, 8 rollouts by task.
-    Deviation: pools above candidates tasks compare that many of them in each step, drawn at random."""
+    Settings: fast 0.2, slow 0.999, 8 rollouts by task."""
     return ThompsonFrontier(pool, fast, slow, candidates)
 
 
@@ -69,9 +67,7 @@ def mmr1(
     Diversity is one minus the mean self-BLEU of a group's answers.
 
     Paper: MMR1, arXiv 2509.21268.
-    Settings: a 0.8, b 0.2, half of the batch weighted, weights renewed every 28 steps.
-    Deviation: no scoring pass over the whole data: a task's score comes from its latest group, and before that from the
-    most favourable one."""
+    Settings: a 0.8, b 0.2, half of the batch weighted, weights renewed every 28 steps."""
     return VariancePromotion(pool, variance, diversity, share, every, momentum)
 
 
@@ -83,9 +79,7 @@ def prompt_gdro(
     q(b) = (1 − floor)·exp(rate·S(b))/Σ + floor/bins, S(b) an exponential mean of the loss of bin b
 
     Paper: Group Distributionally Robust Optimization-Driven RL, arXiv 2601.19280.
-    Settings: rate 0.1, floor 0.15, smoothing 0.1, 10 bins.
-    Deviation: tasks are drawn in proportion to q instead of weighting advantages; the loss of a task is one minus its mean
-    reward."""
+    Settings: rate 0.1, floor 0.15, smoothing 0.1, 10 bins."""
     return BinAdversary(pool, bins, rate, floor, smooth, 10.0, memory)
 
 
@@ -93,25 +87,21 @@ def fg_expo(pool: int = 1024, keep: float = 0.9, width: float = 0.35) -> Sampler
     """FG-ExPO (Gaussian curriculum): weight exp(−(p − ½)²/(2·width²)), p an exponential mean of the success rate.
 
     Paper: FG-ExPO, arXiv 2605.11403.
-    Settings: keep 0.9, width 0.35.
-    Deviation: the sampler alone; the method `fg_expo` has the KL weight by accuracy, too."""
+    Settings: keep 0.9, width 0.35."""
     return GaussianFrontier(pool, keep, width)
 
 
 def craft(groups: int = 400, window: int = 64, solved: float = 0.9, review: float = 0.2) -> Sampler:
     """CRAFT-GUI (staged curriculum): the difficulties one after the other, with a share of earlier ones.
 
-    Paper: CRAFT-GUI, arXiv 2508.11360.
-    Deviation: difficulty is the environment's own; lengths of stages and the share of review are ours."""
+    Paper: CRAFT-GUI, arXiv 2508.11360."""
     return Stages(groups, window, solved, review)
 
 
 def pivot(pool: int = 256, below: float = 0.9, renew: bool = True) -> Sampler:
     """PivotRL (filter): after one profiling pass, only tasks whose outcomes differ and whose mean is below a threshold.
 
-    Paper: PivotRL, arXiv 2603.21383.
-    Deviation: a task is a turn of a demonstration only where the environment offers those (the method pivotrl takes no other);
-    with renew the policy of the latest visit profiles, not that of the first; the threshold is ours."""
+    Paper: PivotRL, arXiv 2603.21383."""
     return PivotFilter(pool, below, renew)
 
 
@@ -128,9 +118,7 @@ def gain_rl(
     score = mean cosine of question tokens + inter·mean cosine of question and context tokens, of the last MLP's inputs
 
     Paper: Angles Don't Lie, arXiv 2506.02281.
-    Settings: step 500, slope 2, target ½, width 1000, inter 8.
-    Deviation: the context is what all prompts of the pool begin with; angles of responses are not measured, and their term
-    of the update is 0; width 0 is an eighth of the pool, and steps scale with it."""
+    Settings: step 500, slope 2, target ½, width 1000, inter 8."""
     return SlidingWindow.scaled(pool, width, step, slope, target, inter)
 
 

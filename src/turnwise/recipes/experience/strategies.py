@@ -44,9 +44,7 @@ def entropy_control(target: float = 0.5, hot: float = 1.2, cold: float = 0.8, sh
 def wordings(wordings: int = 4) -> Strategy:
     """Wordings: the rollouts of a group read different wordings of their task.
 
-    Paper: MathForge (question reformulation), arXiv 2601.20614.
-    Deviation: the environment writes the wordings; the paper asks a strong model for them, and each wording is a question of its
-    own: for that write --env calculator,rewrites=3."""
+    Paper: MathForge (question reformulation), arXiv 2601.20614."""
     return Reworded(wordings)
 
 
@@ -56,9 +54,7 @@ def arpo(trunks: int = 0, width: int = 2, chance: float = 0.5, weight: float = 0
     P(fork) = clip(chance + weight·(H − H₀), 0, 1)
 
     Paper: Agentic Reinforced Policy Optimization, arXiv 2507.19849.
-    Settings: 16 rollouts, 8 from the prompt (trunks 0: half of the group), width 2, chance 0.5, weight 0.2, the first 20 tokens.
-    Deviation: the entropy is that of the whole vocabulary and not divided by its logarithm; decisions are taken when a
-    trajectory has ended, generation after generation, with the same probabilities."""
+    Settings: 16 rollouts, 8 from the prompt (trunks 0: half of the group), width 2, chance 0.5, weight 0.2, 20 tokens."""
     return AfterToolResults(trunks, width, chance, weight)
 
 
@@ -66,8 +62,7 @@ def spo_tree(factors: str = "4/2/2", segment: int = 8) -> Strategy:
     """SPO (tree): segments of a fixed number of tokens, inside responses, with fixed branching.
 
     Paper: Segment Policy Optimization, arXiv 2505.23564.
-    Settings: factors 6/6/6, segments of 30 tokens or more.
-    Deviation: smaller trees, for smaller groups."""
+    Settings: factors 6/6/6, segments of 30 tokens or more."""
     return SegmentTree(factors, segment)
 
 
@@ -75,9 +70,7 @@ def latr(share: float = 0.5, look: int = 8, near: float = 0.4, again: int = 2) -
     """LATR: a tree at the most uncertain tokens; forks that come back to their parent's tokens are dropped.
 
     Paper: LATR, arXiv 2510.24302.
-    Settings: half of the group, lookahead 20 to 50 tokens, edit distance 0.4.
-    Deviation: forks sample their first token; the paper takes the second most likely one above two thresholds. Forks are
-    chosen after the parent has ended, by entropy. No schedule of the share."""
+    Settings: half of the group, lookahead 20 to 50 tokens, edit distance 0.4."""
     return UncertainTokens(share, look, near, 1, again)
 
 
@@ -89,10 +82,7 @@ def echo(
     width = clip(round(1 + 2(H − low)/(high − low) − (C − confident)/confident), 1, most), low = 2/7 of high
 
     Paper: Entropy-Confidence Hybrid Optimization for Test-Time RL, arXiv 2602.02150.
-    Settings: high 3.5, low 1, confident 1.2, rise 0.2, width 1 to 4, at least 4 tokens apart; means over 4 and 8 tokens.
-    Deviation: C is measured above its minimum ln 5, without which the thresholds cannot be met; forks sample their first token
-    and are opened when their parent has ended; trunks are never stopped. Where to branch depends on the model: set high and
-    confident. vLLM reports no confidence: then entropy alone decides."""
+    Settings: high 3.5, low 1, confident 1.2, rise 0.2, width 1 to 4, at least 4 tokens apart; means over 4 and 8 tokens."""
     rule = BranchRule(high, confident=confident, rise=rise, most=most)
     return ConfidenceTree(trunks, rule, PruneRule() if prune else None)
 
@@ -103,9 +93,7 @@ def ib_tpo(trunks: int = 4, best: int = 1, each: int = 1, beta: float = 5.0, seg
     J = (1 + β)/n Σ over children of (p(child)/p − (1 + 1/β))·π(child), p the success rate below a node
 
     Paper: Information Bottleneck Driven Tree-based Policy Optimization, arXiv 2605.28109.
-    Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5.
-    Deviation: a step is a turn, or segment tokens of one, not a paragraph; π(child) is the mean by token; where p is 0,
-    p(child)/p is 0. The method ib_tpo credits such a tree."""
+    Settings: 4 trunks, 8 rounds of one continuation of the best node, β 5."""
     return BottleneckTree(trunks, best, each, beta, segment)
 
 
@@ -125,9 +113,7 @@ def r3l(tier: int = 1, diagnosis: str = "reflection") -> Strategy:
 def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verifier") -> Strategy:
     """SCOPE (step-wise correction): a failed rollout keeps its turns before the first error; a verified repair replaces the rest.
 
-    Paper: Recycling Failures (SCOPE), arXiv 2602.24110.
-    Deviation: the verifier is the environment's, the corrector the policy with a hint; repaired tokens have the ordinary
-    ratio."""
+    Paper: Recycling Failures (SCOPE), arXiv 2602.24110."""
     return RepairedAttempts(repairs, tier, diagnosis)
 
 
@@ -135,9 +121,7 @@ def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:
     """A2FM (mode rollouts): rollouts forced into each mode, and others that choose theirs; a mode is how a first turn begins.
 
     Paper: A2FM, arXiv 2510.12838.
-    Settings: three modes, 3 forced rollouts of each and 3 free ones.
-    Deviation: a mode has no tag of its own: an opening such as answer: or <tool_call>, the cheapest first, begins the turn and is
-    context; only the last mode has tools, and evaluations know no modes. Its reward belongs to the method a2fm."""
+    Settings: three modes, 3 forced rollouts of each and 3 free ones."""
     return ForcedModes(openings, forced)
 
 
@@ -145,15 +129,12 @@ def vines(trunks: int = 1, states: int = 2, vines: int = 8) -> Strategy:
     """Vines: continuations of evenly spaced states of finished rollouts, so many of each.
 
     Paper: Polychromic Objectives for Reinforcement Learning, arXiv 2509.25424.
-    Settings: 2 states, 8 vines.
-    Deviation: the first state of a rollout is not one of them. The credit of sets belongs to the method polychromic_ppo."""
+    Settings: 2 states, 8 vines."""
     return Vines(trunks, states, vines)
 
 
 def props(wave: int = 2, limit: float = 0.3, divergence: float = 0.01, fits: int = 16, rate: float = 3.0) -> Strategy:
     """PROPS (sampling): waves of rollouts, each by a behaviour policy that leans away from what the group has drawn too often.
 
-    Paper: On-Policy Policy Gradient Reinforcement Learning Without On-Policy Sampling, arXiv 2311.08290.
-    Deviation: the recorded log-probabilities are the behaviour policy's, so a ratio to them corrects for it; the method props
-    takes the rollouts as on-policy, as the paper does."""
+    Paper: On-Policy Policy Gradient Reinforcement Learning Without On-Policy Sampling, arXiv 2311.08290."""
     return CorrectedSampling(wave, SamplingCorrection(limit, divergence, fits, rate))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from turnwise.algebra.advantage import Whiten
 from turnwise.algebra.aggregate import Mean
@@ -19,11 +21,15 @@ from turnwise.algebra.value import GAE, LambdaReturn, Measured, Outcome, ReturnT
 from turnwise.core.batch import Batch
 from turnwise.core.levels import BATCH, TOKEN, TRAJECTORY, TURN, Field, where
 from turnwise.core.limits import number
+from turnwise.core.records import Group, Limit, Stop
 from turnwise.core.signals import Signal
+from turnwise.core.stateful import remember
 from turnwise.maths.divergences import k2
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.recipe import Kind, Recipe
-from turnwise.rollout.guidance import Windows
+from turnwise.rollout.guidance import Growing, Guidance, LiveGuidance
+from turnwise.rollout.strategies import GroupRequest, Strategy
+from turnwise.rollout.support import Support
 from turnwise.tasks.samplers import Begun
 
 KIND = Kind.OBJECTIVE
@@ -157,6 +163,52 @@ def bpo(
         ),
         control=Passes(minibatches=4),
     )
+
+
+@dataclass
+class _Windows(LiveGuidance):
+    # by task key: of each unfinished episode its id and the ids of its turns, the last one up to where it was cut
+    left: dict[str, list[list[Any]]] = field(default_factory=dict)
+    saved = ("counts", "left")
+
+    def begin(self, request: GroupRequest, strategy: Strategy) -> Growing:
+        request = replace(request, play=partial(request.play, max_tokens=self.rule.length))
+        begun = self.left.get(request.task.key, [])[: request.size]
+        if not begun:
+            return strategy.begin(request)
+        supports = [Support(taken=tuple(map(tuple, turns)), name=name) for name, turns in begun]
+        plain: list[dict[str, Any]] = [{}] * (request.size - len(begun))
+        played = request.play_each(request.sessions(), [*({"support": s} for s in supports), *plain])
+
+        async def grown() -> Group:
+            return request.grown(await played)
+
+        return grown()
+
+    def observe(self, group: Group) -> None:
+        before = {f"continues {name}": turns for name, turns in self.left.pop(group.task.key, [])}
+        known = (t for t in group.trajectories if not t.guidance or t.guidance in before)
+        unfinished = [t for t in known if t.limit == Limit.TOKENS]
+        self.count("windows", len(group.trajectories))
+        self.count("windows_cut", len(unfinished))
+        left = []
+        for t in unfinished:
+            *whole, start = before.get(t.guidance, [[]])
+            first, *later = (list(turn.tokens) for turn in t.turns)
+            # a window that ended with a turn begins the next one
+            rest: list[list[int]] = [] if t.turns[-1].stop == Stop.WINDOW else [[]]
+            left.append([t.id, [*whole, [*start, *first], *later, *rest]])
+        if left:
+            remember(self.left, group.task.key, left)
+
+
+class Windows(Guidance):
+    """An episode ends after ``length`` sampled tokens, inside a turn if need be. When its task comes back (``Begun``), the group
+    goes on from there under the present policy: what was sampled before is played again and is context, so each token is
+    trained on once. Places of finished episodes begin at the prompt."""
+
+    live = _Windows
+    length: int = number(32, least=1)
 
 
 def t_ppo(

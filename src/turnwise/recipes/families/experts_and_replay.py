@@ -25,7 +25,7 @@ from turnwise.algebra.term import Term
 from turnwise.algebra.value import Constant, Outcome
 from turnwise.core.batch import Batch
 from turnwise.core.columns import Column
-from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, where
+from turnwise.core.levels import BATCH, GROUP, TOKEN, TRAJECTORY, Field, Partition, where
 from turnwise.core.limits import choice, number
 from turnwise.core.signals import Signal
 from turnwise.credit.fact import Fact
@@ -56,7 +56,7 @@ from turnwise.credit.tracker import Solved
 from turnwise.data.replay import ExpertCache, RecentBuffer, SuccessBuffer, WeightedPool
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.recipe import Kind, Recipe, declares
-from turnwise.rollout.guidance import HalfInContext
+from turnwise.rollout.guidance import HalfInContext, HintByDifficulty
 from turnwise.rollout.strategies import Hinted
 from turnwise.tasks.samplers import CyclePool
 
@@ -257,6 +257,41 @@ def trimpi(clip: float = 0.2, share: float = 0.5, tier: int = 1) -> Recipe:
     pre-training on the document is left out."""
     ratio, document = Importance(proximal=True), HalfInContext(share, tier)
     return Recipe(advantage=Standardise(), ratio=ratio, gate=Clip(clip, clip), guidance=document)
+
+
+class RelativeDifficulty(Term):
+    """z-scores of the trajectories with help and of those without, each among their own kind in the group. Of successes, those
+    without help times 1 + g, those with help times 1 − g; g = clip(mean return with help − mean without, 0, 1), what the
+    help was worth; 0 in a group of one kind."""
+
+    compares_peers = True
+    solved: Term = field(default_factory=Solved)
+    eps: float = 1e-6
+
+    def __call__(self, batch: Batch) -> Field:
+        outcome, helped = batch.reward.sum(TRAJECTORY), where(batch.guided, 1.0, 0.0)
+        kind = Partition.by(batch.tree, TRAJECTORY, batch.group, batch.guided)
+        score = (outcome - outcome.mean(kind)) / (outcome.std(kind) + self.eps)
+
+        def mean_of(weight: Field) -> Field:
+            return (weight * outcome).sum(GROUP) / weight.sum(GROUP).clamp(low=1.0)
+
+        both = helped.mean(GROUP) * (1 - helped.mean(GROUP)) > 0
+        gap = where(both, (mean_of(helped) - mean_of(1 - helped)).clamp(0.0, 1.0), 0.0)
+        return score * (1 + self.solved(batch) * gap * (1 - 2 * helped)).to(score.x.dtype)
+
+
+def adhint(most: float = 0.8, clip: float = 0.2) -> Recipe:
+    """ADHint: half of a group begins with a part of the solution, longer for harder tasks; successes without it count more.
+
+    A = z-score among those with help, and among those without; successes: times 1 + g without help, 1 − g with it, g = what
+    the help was worth in mean reward, within 0 to 1
+
+    Paper: Adaptive Hints with Difficulty Priors for RL (ADHint), arXiv 2512.13095.
+    Settings: not found; the longest hint of 0.8 is ours.
+    Deviation: the hint is context, so its tokens have no gradient to modulate; its length most·(1 − success), g and its place
+    are ours."""
+    return Recipe(advantage=RelativeDifficulty(), gate=Clip(clip, clip), guidance=HintByDifficulty(most))
 
 
 # ---------------------------------------------------------------- past successes
