@@ -6,15 +6,17 @@ import json
 
 import pytest
 
+from turnwise.data.replay import ExpertCache
 from turnwise.errors import SettingError
 from turnwise.observe.mechanism import shares
 from turnwise.observe.trackers import read_rows
 from turnwise.recipes import METHODS
 from turnwise.recipes.signatures import suggested_settings
-from turnwise.rollout.guidance import SolvedExamples
-from turnwise.rollout.strategies import ForcedModes, Independent
-from turnwise.rollout.strategies.tree import AfterToolResults
+from turnwise.rollout.guidance import BackwardStarts, SelfRolledPlans, SolvedExamples
+from turnwise.rollout.strategies import Branch, ForcedModes, Hinted, Independent, Reworded
+from turnwise.rollout.strategies.tree import AfterToolResults, BottleneckTree, ConfidenceTree, HintedRetry, SegmentTree
 from turnwise.tasks.budgets import Fixed, RoundsOfUncertainty
+from turnwise.tasks.samplers import CyclePool
 from turnwise.training import api
 from turnwise.training.plan import RunPlan, chosen
 from turnwise.training.refusals import REQUIREMENTS, refuse
@@ -27,6 +29,15 @@ WHOLE = {  # the pieces and settings that make a method its paper
     "xrpo": {"budget": RoundsOfUncertainty, "guidance": SolvedExamples},
     "a2fm": {"strategy": ForcedModes},
     "dynaweb": {"demos": "oracle"},
+    "bepa": {"demos": "oracle", "guidance": SelfRolledPlans, "replay": ExpertCache, "sampler": CyclePool},
+    "direct_advantage": {"strategy": Branch},
+    "echo": {"strategy": ConfidenceTree, "reward": ("majority",), "env_reward_weight": 0.0},
+    "guide": {"strategy": Hinted},
+    "ib_tpo": {"strategy": BottleneckTree},
+    "information_consistency": {"strategy": Reworded},
+    "ipa": {"guidance": BackwardStarts, "sampler": CyclePool},
+    "r3l": {"strategy": HintedRetry},
+    "spo_tree": {"strategy": SegmentTree},
 }
 
 

@@ -25,6 +25,7 @@ from turnwise.credit.selectors import GateBySelector, Unguided
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.families.turn_credit import SameTask
 from turnwise.recipes.recipe import Kind, Recipe
+from turnwise.recipes.signatures import suggests
 from turnwise.rollout.strategies import ENTROPY_SCALE, EntropyControl, EntropyTemperature
 from turnwise.rollout.strategies.tree import PRUNED, BranchRule, ConfidenceTree
 from turnwise.tasks.admission import Spread
@@ -494,6 +495,7 @@ class TailConfidenceClip(Gate):
         return clipped(rho, adv, 1 - eps, 1 + eps)
 
 
+@suggests(reward=("majority",), env_reward_weight=0.0)
 def echo(
     boost: float = 0.1,
     bonus: float = 0.0,
@@ -506,7 +508,7 @@ def echo(
     confident: float = 1.2,
     beta: float = 1e-3,
 ) -> Recipe:
-    """ECHO (test-time RL): trees at uncertain tokens, pruned online; credit and clip by confidence. Add --reward majority.
+    """ECHO (test-time RL): trees at uncertain tokens, pruned online; credit and clip by confidence; the vote pays.
 
     A(1 + boost·S), S = clip(z(H) + z(1 − p), ±2);  clip 1 ± ε, ε = least + (most − least)·σ(steep·(1 − mean p of the tail))
 
@@ -514,8 +516,9 @@ def echo(
     Settings: boost 0.1, no bonus, clip 0.05 to 0.2, steep 4, KL 0.001, 32 rollouts, branches at H ≥ 3.5 and C ≤ 1.2.
     Deviation: p is the probability of the sampled token, its other published choice. C is measured above its minimum ln 5: as
     printed it is at least 1.61, and its thresholds 1.2, 1.0 and 0.4 could never be met. Entropies are those of the whole
-    vocabulary. Branches sample their first token and are opened when their parent has ended; only branches are pruned, never
-    trunks, and pruning never pays. Where to branch depends on the model: set high and confident."""
+    vocabulary. The vote alone pays (--env-reward-weight 1 adds the environment). Branches sample their first token and are
+    opened when their parent has ended; only branches are pruned, never trunks, and pruning never pays. Where to branch depends on
+    the model: set high and confident."""
     return Recipe(
         advantage=UncertaintyShaped(Standardise(), boost, bonus),
         gate=TailConfidenceClip(least, most, steep, tail),

@@ -56,7 +56,8 @@ from turnwise.credit.tracker import Solved
 from turnwise.data.replay import ExpertCache, RecentBuffer, SuccessBuffer, WeightedPool
 from turnwise.maths.lazy_torch import torch
 from turnwise.recipes.recipe import Kind, Recipe, declares
-from turnwise.rollout.guidance import HalfInContext, HintByDifficulty
+from turnwise.recipes.signatures import suggests
+from turnwise.rollout.guidance import HalfInContext, HintByDifficulty, SelfRolledPlans
 from turnwise.rollout.strategies import Hinted
 from turnwise.tasks.samplers import CyclePool
 
@@ -368,6 +369,7 @@ class LatestOfGroup(Selector):
         return BestOfGroup(self.selector, -1.0 * Fact("age", missing=torch.inf)).select(batch)
 
 
+@suggests(demos="oracle")
 def bepa(
     kind: Literal["ratio", "none", "power", "log", "same"] = "ratio",
     shape: float = 0.1,
@@ -375,15 +377,15 @@ def bepa(
     high: float = 0.2,
     pool: int = 128,
 ) -> Recipe:
-    """BEPA: replaces one rollout of an all-failed group by the policy's last success, before the first by an expert's.
+    """BEPA: plays hard tasks with a plan of an expert's trace; a failed group gets the policy's last success, or the expert's.
 
     A = z-score over the patched group;  own: clipped ρA;  borrowed: f(p)A, f(p) = p/(p + shape)
 
     Paper: From Off-Policy to On-Policy: Enhancing GUI Agents via Bi-level Expert-to-Policy Assimilation, arXiv 2601.05787.
     Settings: repeated passes over a pool of 128 tasks, one trace each. The weight of a borrowed trace is not confirmed:
     kind same treats it as sampled by the present policy (ρ = 1).
-    Deviation: the replaced rollout is chosen at random. Its first level, in which the policy itself plays a plan of the expert's
-    trace, is --guidance bepa."""
+    Deviation: the replaced rollout is chosen at random. The plan is made by rule, and played by the present policy where its
+    group fails, not by the base policy before the run; --guidance none leaves that level out."""
     rollouts = FromOrigin("policy")
     used = PatchFailedGroups(UnrewardedGroups(), LatestOfGroup(FromOrigin("expert+replay")))
     return Recipe(
@@ -393,6 +395,7 @@ def bepa(
         keep=used,
         sampler=CyclePool(pool),
         replay=ExpertCache(instead=False),
+        guidance=SelfRolledPlans(),
     )
 
 

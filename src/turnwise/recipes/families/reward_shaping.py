@@ -28,7 +28,7 @@ from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.families.critic_free import grpo
 from turnwise.recipes.recipe import Kind, Recipe, declares
-from turnwise.rollout.strategies import ForcedModes
+from turnwise.rollout.strategies import ForcedModes, Reworded
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool, UncertaintySampler
 
@@ -421,7 +421,7 @@ def promed(
     with fresh only the first time."""
     reward = QuestionReward(ShapleyInformationGain(softness, fresh), alpha, beta, gamma, form)
     credit = Standardise(SpreadTo(TOKEN, reward), SameTokenIndex(places), scale=False)
-    return replace(grpo(clip, kl), advantage=credit)
+    return replace(grpo(clip, kl), advantage=credit, budget=Fixed(8, 4))
 
 
 class FlawPenalisedOutcome(Term):
@@ -564,6 +564,6 @@ def information_consistency(helpful: float = 1.0, stable: float = 1.0, clip: flo
 
     Paper: Information-Consistent Language Model Recommendations through GRPO, arXiv 2512.12858.
     Settings: the weights are guesses.
-    Deviation: the episodes of a group must be paraphrases of one request: the environment writes them; its reward is
-    not read."""
-    return Recipe(advantage=Standardise(TokenEntropyReward(helpful, stable)), gate=Clip(clip, clip))
+    Deviation: the environment writes the paraphrases that the episodes of a group read; its reward is not read."""
+    credit = Standardise(TokenEntropyReward(helpful, stable))
+    return Recipe(advantage=credit, gate=Clip(clip, clip), strategy=Reworded())

@@ -189,18 +189,18 @@ def minirl(low: float = 0.2, high: float = 0.27, cap: float = 5.0) -> Recipe:
     )
 
 
-def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:
+def alp(low: float = 0.5, high: float = 3.0, sigma: float = 1e-2, rate: float = 5e-4) -> Recipe:
     """ALP: noise on hidden layers while learning smooths the policy so that it covers the sampler; one wide clip.
 
     h_l ← h_l + σ_l e;  ρ = π_σ/μ;  J = token mean of min(ρA, clip(ρ, 1−low, 1+high)A)
 
     Paper: Adaptive Layerwise Perturbation, arXiv 2603.19470.
-    Settings: sigma 1e-6 (1e-2 in an example), its learning rate 5e-4, low 0.5, high 3."""
+    Settings: sigma 1e-2 as in an example of its code (its README's 1e-6 does nothing), its rate 5e-4, low 0.5, high 3."""
     noise = LayerNoise(sigma, rate)
     return Recipe(advantage=Standardise(), gate=Clip(low, high), aggregate=Mean(TOKEN), smoothing=noise)
 
 
-def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-6, rate: float = 5e-4) -> Recipe:
+def alp_sequence(low: float = 0.5, high: float = 3.0, sigma: float = 1e-2, rate: float = 5e-4) -> Recipe:
     """Seq-ALP: layer noise with the geometric-mean ratio of the trajectory.
 
     s = exp(meanₜ log π_σ/μ);  J = mean of min(sA, clip(s, 1−low, 1+high)A)

@@ -37,9 +37,11 @@ from turnwise.maths.lazy_torch import torch
 from turnwise.maths.segments import rank_by_value
 from turnwise.recipes.families.actor_critic import ppo
 from turnwise.recipes.recipe import Kind, Recipe, declares
+from turnwise.rollout.guidance import BackwardStarts
 from turnwise.rollout.strategies import Branch
-from turnwise.rollout.strategies.tree import AfterToolResults, BottleneckTree, Vines
+from turnwise.rollout.strategies.tree import AfterToolResults, BottleneckTree, HintedRetry, SegmentTree, Vines
 from turnwise.tasks.budgets import Fixed
+from turnwise.tasks.samplers import CyclePool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -282,18 +284,19 @@ class NonZeroAdvantage(Mask):
         return view.batch[Column.ADVANTAGE].abs() >= self.tolerance
 
 
-def spo_tree(rho: float = 0.9, scale: bool = False, clip: float = 0.2, trunks: int = 4) -> Recipe:
+def spo_tree(
+    rho: float = 0.9, scale: bool = False, clip: float = 0.2, factors: str = "4/2/2", segment: int = 8
+) -> Recipe:
     """SPO-tree: tree-structured rollouts; each segment's advantage is the value of its end minus that of its start.
 
     A = V(child) − V(parent), V(leaf) = R, V(inner) = mean of its children; with scale over their std; A = 0 is dropped
 
     Paper: Segment Policy Optimization, arXiv 2505.23564.
     Settings: rho 0.9, branching 6-6-6 every 100 tokens (or 4-5-6), 1024 segments a step, clip 0.2.
-    Deviation: a segment lies between two forks, however long it is; of 16 trajectories all but the trunks fork from those,
-    spread evenly over their turns (the credit itself takes trees of any depth)."""
+    Deviation: smaller trees of shorter segments; `--strategy branch` forks before turns instead (the credit takes any tree)."""
     return Recipe(
         advantage=TreeValueDifference(scale),
-        strategy=Branch(trunks, "even"),
+        strategy=SegmentTree(factors, segment),
         budget=Fixed(8, 16),
         gate=Clip(clip, clip),
         aggregate=Mean(TOKEN),
@@ -424,60 +427,61 @@ class AmplifiedPositive(Term):
         return where(reached, self.perfect, where(a >= 0, self.alpha * a, a))
 
 
-def r3l(
-    alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float | None = None, trunks: int = 4
-) -> Recipe:
-    """R3L (its credit; reflection is `--strategy r3l`): trains only on tokens after the pivot of a retry and amplifies successes.
+def r3l(alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float | None = None, tier: int = 1) -> Recipe:
+    """R3L: failed attempts are tried again with a hint from where they went wrong; trains on what follows, amplifies successes.
 
     A = R − mean (with tau: R − τ log mean exp(R/τ));  Â = perfect where R ≥ best, αA where A ≥ 0, else A;
     ∇J = mean over tokens of Â ∇ log π
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
-    Deviation: a retry is a trajectory that forks from its base attempt, whatever its outcome, before a turn with an
-    uncertain first token; with `--strategy r3l` a diagnosis names the pivot."""
+    Deviation: the environment's verifier names the pivot and its hint is the advice; the paper's policy reflects, and learns to.
+    `--strategy branch` forks where a first token is uncertain instead, and needs no hint."""
     return Recipe(
         advantage=AmplifiedPositive(SoftBaseline(tau, value=PathReturn()), PathReturn(), alpha, best, perfect),
         ratio=OnPolicy(),
         aggregate=Mean(TOKEN),
         keep=AfterLastFork(),
-        strategy=Branch(trunks),
+        strategy=HintedRetry(tier),
     )
 
 
 def ipa(gamma: float = 0.95, mismatch: float = 5.0) -> Recipe:
-    """IPA (its credit; tapers negative rewards only): turn-level returns, ratios and mismatch masks.
+    """IPA (ROME): episodes that start near the end of a solution, and earlier as they succeed; turn-level returns and ratios.
 
     Gₖ = γ^{K−k} R;  ∇J = mean Σₖ mₖ wₖ Gₖ ∇ log π(turn k),  w = 1 where R > 0, else min(ρₖ, 1),
     ρₖ the geometric mean of π/π_prox, mₖ = 1 where that of π_prox/μ is at most ``mismatch``
 
     Paper: Let It Flow: Agentic Crafting on Rock and Roll, arXiv 2512.24873.
-    Settings: gamma 0.95, mismatch 5 in a public re-run; failures pay −1.
-    Deviation: episodes start at the beginning; --guidance ipa --sampler cycle starts them near the end of a solution, and
-    earlier as they succeed. Failures with reward 0 have no gradient."""
+    Settings: gamma 0.95, mismatch 5 in a public re-run; failures pay −1. Passes over a pool of 128 tasks are ours.
+    Deviation: the solution is the environment's; what comes before the start is not imitated. Failures with reward 0 have no
+    gradient. `--guidance none --sampler uniform` leaves the credit alone."""
     return Recipe(
         advantage=ReturnToGo(gamma),
         reward=PaidAtEnd(Outcome()),
         ratio=Importance(TURN, proximal=True),
         gate=ClipByOutcome(by=Outcome()).where(MismatchWithin(0.0, mismatch, TURN, mean=True)),
         aggregate=Sum(TRAJECTORY),
+        guidance=BackwardStarts(),
+        sampler=CyclePool(128),
     )
 
 
 def segment_index(batch: Batch) -> Field:
-    """Number of memory turns before each turn of its trajectory."""
-    boundary = where(Fact("memory", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
-    return boundary.running_sum(TRAJECTORY) - boundary
+    """Which segment of its trajectory a token is in, from 0. The fact ``memory`` of a turn ends one where it is told; else each
+    context that the trajectory was read under is one."""
+    if "memory" in batch.facts:
+        boundary = where(Fact("memory", TURN, missing=0.0)(batch) > 0, 1.0, 0.0)
+        return (boundary.running_sum(TRAJECTORY) - boundary).at(TOKEN)
+    s = batch.sequences
+    sequence = Field(batch.tree, TOKEN, torch.searchsorted(s.start, s.sampled_at, right=True) - 1)
+    return sequence - sequence.min(TRAJECTORY)
 
 
 class SampledSegments(Mask):
-    """At most ``limit`` random segments of each trajectory; a turn with the fact ``memory`` ends a segment. None: all."""
+    """At most ``limit`` random segments of each trajectory (``segment_index``). None: all."""
 
     limit: int | None = number(None, least=1)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset() if self.limit is None else frozenset({"turn fact memory"})
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         tree = view.batch.tree
@@ -499,8 +503,8 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
 
     Paper: Memory as Action: Autonomous Context Curation for Long-Horizon Agentic Tasks, arXiv 2510.12635.
     Settings: at most ``segments`` of a trajectory are trained on, at random; None: all.
-    Deviation: a turn that restarts its context is read under that context by itself; the fact ``memory`` is only needed
-    to draw segments. Penalties for limits and malformed calls are the environment's."""
+    Deviation: a segment ends where the context is rewritten, or at a turn with the fact ``memory``. Penalties for limits and
+    malformed calls are the environment's."""
     keep = SampledSegments(segments)
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=keep)
 
@@ -716,12 +720,12 @@ def direct_advantage(
     Paper: Improving Multi-Step Reasoning with Direct Advantage Policy Optimization, arXiv 2412.18279.
     Settings: beta small; states whose advantages span less than ``least`` are left out. 20 batches for the critic and a new
     reference after every 20 batches are ours (0: never); with --critic separate nothing that the critic reads moves.
-    Deviation: a step is a turn; one action of each state unless --strategy branch; each rollout labels its states with its own
-    success, which has the gradient of their success rate."""
+    Deviation: a step is a turn; several actions of a state are forks of two rollouts; each rollout labels its states with its
+    own success, which has the gradient of their success rate."""
     regression = ResetReference(AdvantageRegressionError(beta), warm, every)
     return Recipe(
         advantage=TurnValueDifference(probability=True), gate=ZeroGate(), aggregate=Mean(TURN),
-        keep=StatesWithSpread(least),
+        keep=StatesWithSpread(least), strategy=Branch(2, "every"),
         penalties=(
             WeightedPenalty(ActiveBatches(1.0, warm), regression),
             WeightedPenalty(ActiveBatches(value_weight, 0, warm), StepCrossEntropy(), Sum(TURN), rows=AllTokens()),
