@@ -119,6 +119,9 @@ def method_section(name: str) -> Iterator[str]:
     wants = [*(n for n in entry["needs"] if n not in ("logp", "entropy")), *entry["requirements"]]
     if wants:
         yield from (f"**Needs.** {', '.join(f'`{want}`' for want in dict.fromkeys(wants))}", "")
+    if entry["idle_without"]:
+        lacking = ", ".join(f"`{want}`" for want in entry["idle_without"])
+        yield from (f"**A part does nothing without.** {lacking}", "")
     yield from ("| slot | piece |", "|---|---|")
     defaults = default_slots()
     for slot, piece in entry["slots"].items():

@@ -10,7 +10,7 @@ GROUPS = [
     "pipo", "poise", "polychromic", "public_baseline", "risk_po", "stratified_grpo", "unlikeliness", "probe_baseline", "xrpo",
 ]  # fmt: skip
 SEGMENTS = [
-    "spo_chain", "spo_tree", "spo_single", "arpo", "ib_tpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear",
+    "spo_chain", "spo_tree", "latr", "spo_single", "arpo", "ib_tpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear",
     "verl_rank", "rlfr", "gcpo", "promed", "fapo", "otc", "information_consistency",
 ]  # fmt: skip
 OTHERS = [

@@ -32,7 +32,7 @@ from turnwise.maths.lazy_torch import torch
 class ToolCallBonus(Term):
     """min(1, rate · n) · ½(1 + cos(πt/T)), n tool calls, t batches so far: 0 from T = ``horizon`` on. At TRAJECTORY."""
 
-    requires = frozenset({"tools"})
+    idle_without = frozenset({"tools"})
     rate: float = 0.1
     horizon: float = number(200.0, above=0)
     # n is the number of turns that call a tool, however many calls each makes

@@ -80,7 +80,7 @@ class Recipe:
     @property
     def idle_without(self) -> frozenset[str]:
         """What a part of the method does nothing without (see ``Piece.idle_without``)."""
-        parts = (self.strategy, self.replay, *self.objective.pieces)
+        parts = (self.strategy, self.replay, self.sampler, *self.objective.pieces)
         return frozenset[str]().union(*(getattr(part, "idle_without", ()) for part in parts))
 
     @property

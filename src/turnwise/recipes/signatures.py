@@ -18,7 +18,11 @@ from turnwise.errors import SettingError, nearest
 
 FOLDER = Path(__file__).parent / "families"
 NAMES: dict[str, Any] = {"Literal": Literal, "INF": float("inf")}  # what a signature may name besides Python's own
-RENAMED = {"v0": "what had this name is probe_baseline, a probe of hidden states; V0's allocation is --budget v0; "}
+RENAMED = {  # other names, and what to write for them
+    "agentflow": "AgentFlow trains its planner by flow_grpo; ",
+    "rome": "ROME's method is ipa; ",
+    "v0": "what had this name is probe_baseline, a probe of hidden states; V0's allocation is --budget v0; ",
+}
 Parameters = dict[str, inspect.Parameter]
 Build = TypeVar("Build", bound=Callable[..., object])
 

@@ -251,6 +251,7 @@ class WeightedSets(Sampler):
     whole tasks allow: each draw comes from the set that is furthest below its share."""
 
     live = _WeightedSets
+    idle_without = frozenset({"difficulties"})
     weights: str = ""
 
 
@@ -292,6 +293,7 @@ class Stages(Sampler):
     come from earlier ones."""
 
     live = _Stages
+    idle_without = frozenset({"difficulties"})
     groups: int = number(400, above=0)
     window: int = number(64, above=0)
     solved: float = number(0.9, above=0)

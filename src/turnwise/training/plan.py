@@ -110,9 +110,10 @@ def _draft(values: Mapping[str, Any]) -> Settings:
 
 
 def of_method(values: Mapping[str, Any]) -> list[Suggestion]:
-    """The settings that belong to the method, where ``values`` leaves them open."""
+    """The settings that belong to the method, where ``values`` leaves them open. An environment has tools of its own."""
     name = split_method(str(values.get("method", "")))[0]
-    return [Suggestion(k, v, f"method {name}") for k, v in suggested_settings(name).items() if k not in values]
+    rows = [Suggestion(k, v, f"method {name}") for k, v in suggested_settings(name).items() if k not in values]
+    return [row for row in rows if row.name != "tools" or values.get("data")]
 
 
 def suggestions(values: Mapping[str, Any], env_class: type | None = None) -> list[Suggestion]:

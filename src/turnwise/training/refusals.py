@@ -168,7 +168,7 @@ def _replays(plan: RunPlan) -> Iterator[str]:
         return
 
     async def replies(task: Task) -> list[Any]:
-        policy = "random" if overrides(cls, "random_action") else dummy_action
+        policy = "random" if overrides(cls, "random_action") else partial(Action, text=DUMMY)
         play = partial(scripted_messages, policy, turns=TRIED_TURNS, seconds=spec.limits.environment_seconds)
         return [await play(spec.make(task), task.seed) for _ in range(2)]
 
@@ -187,10 +187,6 @@ def _replays(plan: RunPlan) -> Iterator[str]:
             )
 
 
-def dummy_action() -> Action:
-    return Action(text=DUMMY)
-
-
 async def _first_step(spec: EnvSpec, task: Task) -> str:
     """What is wrong with the first messages of an episode, or with what a step returns; empty if nothing is."""
     seconds, environment = spec.limits.environment_seconds, None
@@ -200,7 +196,7 @@ async def _first_step(spec: EnvSpec, task: Task) -> str:
         read_messages(await call(environment.reset, task.seed), "reset")
         if spec.agent is None:  # an agent may never step
             try:
-                step = await call(environment.step, dummy_action())
+                step = await call(environment.step, Action(text=DUMMY))
             except Exception:  # it may refuse an answer that makes no sense
                 return ""
             read_step(step)
@@ -502,6 +498,7 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
         "a world model to dream in (a class before the environment's, with predict() and judge(): "
         "turnwise.environments.dreamed; examples/dreamed_keydoor.py trains one)",
     ),
+    "tools": (lambda cls: bool(getattr(cls, "tools", ())), "tools (the environment's, or --tools beside --data)"),
     "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
     "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),
     "expert turns": (
@@ -775,6 +772,11 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
             f"compares rollouts with tools and without, and {s.env} has none",
             "--env calculator, or --tools beside --data",
         ),
+        "difficulties": (
+            len(s.difficulty) > 1,
+            "begins with easy tasks, and there is one difficulty",
+            "several (--difficulty 1,2,3), which an environment of its own must offer",
+        ),
         "other runs": (
             shared.is_dir() and any(shared.iterdir()),
             f"trains on groups of other runs, and the pool {shared} holds none yet",
@@ -783,11 +785,8 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
     }
     for word in sorted(recipe.idle_without):
         name = kind_and_name(word)[1]
-        fact = (
-            name in getattr(cls, "facts", ()),
-            f"treats turns by the fact {name!r}, which {s.env} does not tell",
-            f"a fact {name!r} of its turns",
-        )
+        silent = f"treats turns by the fact {name!r}, which {s.env} does not tell"
+        fact = (name in getattr(cls, "facts", ()), silent, f"a fact {name!r} of its turns")
         there, lacking, cure = words.get(word, fact)
         if not there and not s.offline:
             yield "warning", f"{s.title} {lacking}: that part of it does nothing here; it needs {cure}"

@@ -299,7 +299,7 @@ class UsedAction(Term):
     """1 for a trajectory that used the auxiliary action: the fact ``action`` where recorded, else whether it called a
     tool."""
 
-    requires = frozenset({"tools"})
+    idle_without = frozenset({"tools"})
 
     def __call__(self, batch: Batch) -> Field:
         called = where(batch.tool_calls.max(TRAJECTORY) > 0, 1.0, 0.0)

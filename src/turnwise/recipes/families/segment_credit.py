@@ -39,7 +39,14 @@ from turnwise.recipes.families.actor_critic import ppo
 from turnwise.recipes.recipe import Kind, Recipe, declares
 from turnwise.rollout.guidance import BackwardStarts
 from turnwise.rollout.strategies import Branch
-from turnwise.rollout.strategies.tree import AfterToolResults, BottleneckTree, HintedRetry, SegmentTree, Vines
+from turnwise.rollout.strategies.tree import (
+    AfterToolResults,
+    BottleneckTree,
+    HintedRetry,
+    SegmentTree,
+    UncertainTokens,
+    Vines,
+)
 from turnwise.tasks.budgets import Fixed
 from turnwise.tasks.samplers import CyclePool
 
@@ -346,6 +353,17 @@ def arpo(clip: float = 0.2, copies: bool = False, trunks: int = 0) -> Recipe:
         aggregate=Mean(TOKEN),
         control=Passes(minibatches=4),
     )
+
+
+def latr(share: float = 0.5, look: int = 8, near: float = 0.4, again: int = 2, clip: float = 0.2) -> Recipe:
+    """LATR: half of a group is a tree at the most uncertain tokens, without forks that come back to their parent's tokens.
+
+    Aₜ = sum over the trajectories through token t of (R − mean)/(std + ε), as if each had its own copy; the rest as GRPO
+
+    Paper: Lookahead Tree-Based Rollouts for Enhanced Trajectory-Level Exploration, arXiv 2510.24302.
+    Settings: half of the group, lookahead 20 to 50 tokens, edit distance 0.4.
+    Deviation: that of `--strategy latr`."""
+    return replace(arpo(clip, copies=True), strategy=UncertainTokens(share, look, near, 1, again), budget=Fixed())
 
 
 class LocalInformation(Term):

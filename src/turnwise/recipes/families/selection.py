@@ -33,7 +33,7 @@ from turnwise.rollout.strategies import Branch, OneTurn
 from turnwise.tasks.admission import AfterDraws, Spread
 from turnwise.tasks.budgets import FallingWithSuccess, Fixed
 from turnwise.tasks.pool_samplers import PivotFilter
-from turnwise.tasks.samplers import CyclePool
+from turnwise.tasks.samplers import CyclePool, Stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -477,6 +477,19 @@ def evocua(beta: float = 0.1, imitation: float = 1.0) -> Recipe:
     good = AllOf((FromOrigin("policy"), Succeeded()))
     copied = WeightedPenalty(imitation, NegativeLogLikelihood(), Mean(TOKEN), rows=good)
     return Recipe(advantage=Constant(0.0), ratio=OnPolicy(), penalties=(ranked, copied))
+
+
+def craft_gui(
+    stage: int = 400, window: int = 64, solved: float = 0.9, review: float = 0.2, clip: float = 0.2
+) -> Recipe:
+    """CRAFT-GUI: GRPO over stages of rising difficulty, each until it is solved, with a share of earlier tasks.
+
+    The objective of grpo, without a KL; tasks of stage s + 1 are not drawn before stage s has ended
+
+    Paper: CRAFT-GUI: Curriculum-Reinforced Agent For GUI Tasks, arXiv 2508.11360.
+    Settings: the lengths of stages, the share of review and the clip are ours.
+    Deviation: difficulty is the environment's own. The judged part of its reward is --judge, whose weight is --judge-weight."""
+    return replace(grpo(clip, 0.0), sampler=Stages(stage, window, solved, review))
 
 
 @suggests(demos="oracle")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from turnwise.algebra.advantage import DivideByBatchStd, Standardise
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.control import Passes
@@ -17,7 +19,10 @@ from turnwise.core.signals import Signal
 from turnwise.credit.selectors import Finished
 from turnwise.maths import returns
 from turnwise.maths.lazy_torch import torch
+from turnwise.recipes.families.actor_critic import ppo
+from turnwise.recipes.families.critic_free import dapo
 from turnwise.recipes.recipe import Kind, Recipe, declares
+from turnwise.recipes.signatures import suggests
 from turnwise.tasks.admission import Spread
 from turnwise.tasks.samplers import Unsolved
 
@@ -79,6 +84,32 @@ def mini_o3(low: float = 0.2, high: float = 0.3) -> Recipe:
         admission=Spread(),
         control=Passes(minibatches=4),
     )
+
+
+@declares(Kind.OBJECTIVE)
+@suggests(tools=("python",))
+def retool(clip: float = 0.2, gamma: float = 1.0, lam: float = 1.0, value_clip: float = 0.5) -> Recipe:
+    """ReTool: PPO over rollouts that run code while they reason, after a supervised start; what a tool returns is not trained on.
+
+    The objective of ppo. Context, and with it what the interpreter answers, is in no loss of any method.
+
+    Paper: ReTool: Reinforcement Learning for Strategic Tool Use in LLMs, arXiv 2504.11536.
+    Settings: reward +1 or −1 by the final answer, 400 steps, the interpreter `python` beside --data. The value clip is ppo's.
+    Deviation: the start imitates the environment's demonstrator, or --demos, not curated reasoning with code."""
+    return replace(ppo(clip, gamma, lam, value_clip), requires=frozenset({"tools"}))
+
+
+@declares(Kind.OBJECTIVE)
+@suggests(tools=("python",))
+def tapo(low: float = 0.2, high: float = 0.28, limit: int = 192, cache: int = 64) -> Recipe:
+    """TAPO: DAPO over rollouts that search and run code while they reason; what a tool returns is not trained on.
+
+    The objective of dapo. Context, and with it what tools answer, is in no loss of any method.
+
+    Paper: Tool-Augmented Policy Optimization: Synergizing Reasoning and Adaptive Tool Use, arXiv 2510.07038.
+    Settings: those of dapo, the interpreter `python` beside --data; search is a tool of your own (--tools python,my.py:search).
+    Deviation: no search is built in; limit and cache are scaled to short answers."""
+    return replace(dapo(low, high, limit, cache, None), requires=frozenset({"tools"}))
 
 
 def answer_gain(batch: Batch, eps: float = 1e-6) -> Field:
