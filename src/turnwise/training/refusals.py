@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise import environments
+from turnwise.algebra.control import Passes
+from turnwise.algebra.gate import Clip, NoGate
 from turnwise.config.named_object import GIVEN_OBJECT
 from turnwise.config.settings import Settings
 from turnwise.config.values import KEEP, ModelName
@@ -45,8 +47,10 @@ from turnwise.maths.statistics import wilson
 from turnwise.models.facts import read_model_facts
 from turnwise.models.fetch import resolve
 from turnwise.models.hub import check_model
+from turnwise.observe.mechanism import SLOTS
 from turnwise.observe.trackers import SERVICES
 from turnwise.recipes import signatures
+from turnwise.recipes.catalogue import changed_slots
 from turnwise.rewards.conventions import describe_fault
 from turnwise.rewards.spec import COMPARING, parse_rewards
 from turnwise.rollout.parsers.table import check_name
@@ -790,6 +794,11 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
         there, lacking, cure = words.get(word, fact)
         if not there and not s.offline:
             yield "warning", f"{s.title} {lacking}: that part of it does nothing here; it needs {cure}"
+    changed = changed_slots(recipe)
+    on_policy = recipe.control == Passes() and s.staleness.synchronous and recipe.replay == NoReplay()
+    if changed and changed <= {"ratio", "gate"} and on_policy and isinstance(recipe.gate, Clip | NoGate):
+        pieces = " and ".join(sorted(changed))
+        yield "warning", f"{s.title} differs from the base method in its {pieces} alone, which needs {SLOTS['gate'][1]}"
 
 
 def staleness_notes(settings: Settings, recipe: Recipe) -> Iterator[tuple[str, str]]:
