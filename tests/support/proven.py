@@ -10,7 +10,7 @@ GROUPS = [
     "pipo", "poise", "polychromic", "public_baseline", "risk_po", "stratified_grpo", "unlikeliness", "probe_baseline", "xrpo",
 ]  # fmt: skip
 SEGMENTS = [
-    "spo_chain", "spo_tree", "latr", "spo_single", "arpo", "ib_tpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear",
+    "spo_chain", "spo_tree", "spo_single", "arpo", "ib_tpo", "ipa", "dcpo", "archer", "direct_advantage", "r3l", "spear",
     "verl_rank", "rlfr", "gcpo", "promed", "fapo", "otc", "information_consistency",
 ]  # fmt: skip
 OTHERS = [
@@ -24,4 +24,5 @@ PREFERENCES = [
 VALUES = ["digi_q", "optimal_token", "evocua", "b_coder", "vas"]  # test_step_values.py, test_action_values.py
 VINES = ["polychromic_ppo"]  # test_vines.py
 DREAMS = ["dynaweb"]  # test_dreams.py
-PROVEN_ELSEWHERE = [*VINES, *DREAMS, *VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]
+PRESETS = ["retool", "tapo", "craft_gui", "latr"]  # the objective of another: training/test_whole_recipes.py
+PROVEN_ELSEWHERE = [*PRESETS, *VINES, *DREAMS, *VALUES, *TURNS, *GROUPS, *SEGMENTS, *OTHERS, *PREFERENCES]

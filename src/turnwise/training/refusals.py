@@ -451,7 +451,7 @@ def requirements(plan: RunPlan) -> Iterator[str]:
                 f"--env {s.env},deterministic=true if they have none (in a class of your own: deterministic = True, or a "
                 "snapshot() and restore())"
             )
-        given = word == "solutions" and s.solutions
+        given = (word == "solutions" and s.solutions) or (word == "tools" and s.tools)
         if provides is not None and not given and not provides(env_spec.env_class):
             able = [name for name in environments.BUILT_IN if name != s.env and provides(environments.load(name))]
             others = f" (or {', '.join(able[1:])})" if able[1:] else ""
@@ -772,7 +772,7 @@ def mechanism_notes(plan: RunPlan) -> Iterator[tuple[str, str]]:
             "--env nim, or another environment of several agents",
         ),
         "tools": (
-            bool(plan.env_spec.tools),
+            bool(plan.env_spec.tools or s.tools),
             f"compares rollouts with tools and without, and {s.env} has none",
             "--env calculator, or --tools beside --data",
         ),
