@@ -5,7 +5,8 @@ done.
     python experiments/method_acts.py --jobs 16 --minutes 9          # all cells, or as many as that time allows; again: the rest
     python experiments/method_acts.py --shard 1/4 --jobs 16          # every fourth cell, beside three other machines
     python experiments/method_acts.py --only arpo,dapo --envs lookup # some of them
-    python experiments/method_acts.py --table                        # what is recorded, a line for each method
+    python experiments/method_acts.py --table                        # the rows, a line for each method
+    python experiments/method_acts.py --record                       # keep them in experiments/results, for the pages of methods
 
 A cell's verdict: acted (the slots with their shares), plain (it differs from GRPO in nothing that is measured), warned (nothing
 of it acted, and the run said so: at its start, or after the third step), refused (the run said why before it began), silent
@@ -17,6 +18,7 @@ its place. Each environment has one cold-started tiny model, made first.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -124,7 +126,7 @@ def play(kind: str, name: str, env: str, folder: Path, scratch: Path) -> dict[st
     except Exception as fault:
         refused = isinstance(fault, TurnwiseError) and not (run / "ledger.sqlite").is_file()
         words = str(fault) if isinstance(fault, TurnwiseError) else f"{type(fault).__name__}: {fault}"
-        row = {"verdict": "refused" if refused else "died", "why": words[:300]}
+        row = {"verdict": "refused" if refused else "died", "why": words.replace(f"{folder}/", "")[:300]}
     else:
         share = shares(read_rows(run / "metrics.jsonl"))
         own = [slot for slot in slots if kind in ("method", slot)]
@@ -164,14 +166,15 @@ class Process:
 
     def give(self, cell: Cell | None) -> None:
         self.cell, self.limit = cell, time.monotonic() + CELL_SECONDS
-        self.pipe.send(cell)
+        with contextlib.suppress(OSError):  # it has ended since: its result says so
+            self.pipe.send(cell)
 
     def result(self) -> dict[str, Any] | None:
         """What became of the cell; None while it is played. A process that crashed or hangs is replaced."""
         if self.pipe.poll():
             try:
                 return self.pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):  # at rest, or in the middle of what was sent to it
                 self.child.join()
                 reason = f"the process ended with {self.child.exitcode}"
         elif time.monotonic() < self.limit:
@@ -231,6 +234,19 @@ def recorded(*paths: Path) -> dict[Cell, dict[str, Any]]:
     return {(row["kind"], row["name"], row["env"]): row for row in map(json.loads, lines)}
 
 
+def record(rows: dict[Cell, dict[str, Any]]) -> None:
+    """Keep what the pages show: a line for each method or piece. Those without a new row stay as they are."""
+    before = map(json.loads, RECORDED.read_text(encoding="utf-8").splitlines()) if RECORDED.is_file() else ()
+    lines = {(m["kind"], m["name"]): m for m in before if "cells" in m}
+    for kind, name in dict.fromkeys(cell[:2] for cell in rows):
+        mine = {env: row for (k, n, env), row in rows.items() if (k, n) == (kind, name)}
+        newest = list(mine.values())[-1]
+        shown = {e: {key: r[key] for key in ("verdict", "acted", "why") if r.get(key)} for e, r in mine.items()}
+        same = {"kind": kind, "name": name, "commit": newest["commit"], "versions": newest["versions"]}
+        lines[kind, name] = {**same, "cells": shown}
+    RECORDED.write_text("".join(json.dumps(line) + "\n" for _, line in sorted(lines.items())), encoding="utf-8")
+
+
 def table(rows: dict[Cell, dict[str, Any]]) -> str:
     """A line for each method or piece: its verdict in every environment, and the largest share of each slot."""
     envs = list(dict.fromkeys(env for _, _, env in rows))
@@ -257,11 +273,12 @@ def main() -> None:
     parser.add_argument("--envs", default="", help="environments, separated by commas; prompts: those of a file")
     parser.add_argument("--kinds", default="", help="method, strategy, sampler, budget, guidance, replay; empty: all")
     parser.add_argument("--commit", default="", help="what the rows say, where git does not know")
-    parser.add_argument("--table", action="store_true", help="print what is recorded, and end")
+    parser.add_argument("--table", action="store_true", help="print the rows as a table, and end")
+    parser.add_argument("--record", action="store_true", help="keep the rows in experiments/results, and end")
     given = parser.parse_args()
     files = sorted(given.rows.glob("*.jsonl"))
-    if given.table:
-        print(table(recorded(*(files or [RECORDED]))))
+    if given.table or given.record:
+        print(table(recorded(*files))) if given.table else record(recorded(*files))
         return
     until = time.monotonic() + 60 * given.minutes
     os.environ["OMP_NUM_THREADS"] = "1"
