@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from turnwise.config.settings import Settings
 from turnwise.errors import SettingError
 from turnwise.inspector.compare import arms
-from turnwise.inspector.compare.arms import ArmRunner, Likeness, OutOfTime, arms_of
+from turnwise.inspector.compare.arms import ArmRunner, BudgetSpent, Likeness, arms_of
 from turnwise.inspector.compare.comparison import (
     BETTER,
     CANNOT_TELL,
@@ -221,7 +221,7 @@ def test_the_deadline_ends_a_comparison_with_what_it_has(tmp_path, stubbed, monk
 
     def late(values, *rest):
         if values["seed"] == 2:
-            raise OutOfTime
+            raise BudgetSpent
         trained(values, *rest)
 
     monkeypatch.setattr(arms, "train_run", late)
@@ -308,7 +308,7 @@ def test_a_search_that_runs_out_of_time_says_so_and_goes_on_later(tmp_path, draw
     def late(values, *rest):
         left[0] -= 1
         if left[0] < 0:
-            raise OutOfTime
+            raise BudgetSpent
         train(values, *rest)
 
     monkeypatch.setattr(arms, "train_run", late)

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import turnwise
 from turnwise import recipes
 from turnwise.algebra.aggregate import Mean
 from turnwise.algebra.gate import NoGate
@@ -618,7 +617,7 @@ def exact_gradient(world: World, policy: FrozenPolicy) -> Tensor:
 
 def commit() -> str:
     """Of the source tree that runs; empty where it is none."""
-    command = ["git", "-C", str(Path(turnwise.__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 

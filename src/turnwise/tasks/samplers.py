@@ -149,8 +149,8 @@ class _Begun(LiveSampler):
 
     def observe(self, group: Group) -> None:
         place = self.issued.pop(group.task.key, None)
-        cut = place is not None and any(t.limit == Limit.TOKENS for t in group.trajectories)
-        self.again += [place] if cut else []
+        if place is not None and any(t.limit == Limit.TOKENS for t in group.trajectories):
+            self.again.append(place)
 
 
 class Begun(Sampler):

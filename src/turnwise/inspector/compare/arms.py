@@ -57,7 +57,7 @@ SAME = 0.999  # cosine from which two updates are one
 KEPT_NUMBERS = 20_000_000  # of a gradient, evenly spread over it
 
 
-class OutOfTime(Exception):
+class BudgetSpent(Exception):
     """The deadline came while a run went on."""
 
 
@@ -201,7 +201,7 @@ def train_run(values: Mapping[str, Any], start: Path | None, listen: Listener, d
         continue_run(run, Settings.of(run.metadata()["settings"]), None, GivenObjects(), heard, stop)
     except RunStopped:
         if time.monotonic() > deadline:
-            raise OutOfTime from None
+            raise BudgetSpent from None
         raise
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
 from turnwise.errors import SettingError
-from turnwise.inspector.compare.arms import ArmRunner, Likeness, OutOfTime, Variant, arms_of, likenesses
+from turnwise.inspector.compare.arms import ArmRunner, BudgetSpent, Likeness, Variant, arms_of, likenesses
 from turnwise.inspector.compare.comparison import ALPHA, Comparison, RunOutcome, compare_outcomes
 from turnwise.inspector.compare.sequential import MOST_SEEDS, half_width, power, seeds_needed
 from turnwise.store.atomic import read_object, write_json
@@ -202,14 +202,16 @@ def compare_live(
             outcomes += [runner.outcome(arm, seed) for arm in arms]
             comparison = compare_outcomes(outcomes, True, alpha, same)
             lasted = time.monotonic() - lasted
-            more = int(max(runner.left, 0.0) / (MARGIN * max(lasted, 0.1 * per_seed)))  # one that was only read takes no time
+            more = int(
+                max(runner.left, 0.0) / (MARGIN * max(lasted, 0.1 * per_seed))
+            )  # one that was only read takes no time
             runner.say(f"{comparison.text()}\n{lasted:.0f} s for this seed; the time left holds about {more} more")
             if comparison.decided:
                 return ended(f"decided after {seed - first + 1} seeds")
             if seed + 1 < first + seeds and MARGIN * lasted > runner.left:
                 break
         stopped = "all seeds are used up" if seed + 1 == first + seeds else "another seed would end too late"
-    except OutOfTime:
+    except BudgetSpent:
         stopped = "the minutes are used up; the same command goes on where it stopped"
     if comparison is None:
         return ended(f"cannot tell: {stopped}")

@@ -17,7 +17,7 @@ from typing import Any
 from turnwise.config.settings import Settings
 from turnwise.core.protocols import Listener
 from turnwise.errors import SettingError
-from turnwise.inspector.compare.arms import Arm, ArmRunner, OutOfTime, Variant, likenesses
+from turnwise.inspector.compare.arms import Arm, ArmRunner, BudgetSpent, Variant, likenesses
 from turnwise.inspector.compare.comparison import ALPHA, BETTER, Comparison, RunOutcome, compare_outcomes
 from turnwise.inspector.compare.live import FEWEST_STEPS, MARGIN, check_budget, fitted_steps, open_folder
 from turnwise.store.atomic import atomic_write, read_object, write_json
@@ -230,7 +230,7 @@ def search(
                 more = (2 * seconds + runner.cold_seconds) * CONFIRMATIONS / 60
                 report.stopped = f"{ranked[0]} led, and {d.pairs} fresh seeds do not confirm it"
                 report.stopped += f"; {CONFIRMATIONS} would take {more:.0f} minutes" if d.pairs < CONFIRMATIONS else ""
-    except OutOfTime:
+    except BudgetSpent:
         report.stopped = "the minutes are used up before a verdict; the same command goes on where it stopped"
         base = arms[0].label
         seen = sorted((x for x in outcomes if x != base), key=lambda x: -len(outcomes[x]))
