@@ -27,7 +27,7 @@ LINT    := $(BIN)/ruff check src tests trials benchmarks experiments examples &&
 SEED    ?= $(shell date +%s)
 SEED    := $(SEED)
 
-.PHONY: train test thorough wheel extras quick shape trial vllm gpu kernels lint format docs bench learning seeds clean help
+.PHONY: train test thorough wheel extras quick shape trial vllm gpu kernels lint format docs bench evidence seeds clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -90,8 +90,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/logprob_memory.py
 	$(BIN)/python benchmarks/training_step.py
 
-learning: $(READY)
-	$(BIN)/python experiments/learning_sweep.py --table experiments/results/learning.jsonl experiments/results/offpolicy.jsonl experiments/results/methods.jsonl --write docs/learning.md
+evidence: $(READY)
+	$(BIN)/turnwise evidence check
+	$(BIN)/turnwise evidence table --write docs/evidence
 
 seeds: $(READY)
 	$(BIN)/python experiments/default_seeds.py --write experiments/default_seeds.md

@@ -2,7 +2,7 @@
 
     python docs/hooks/method_pages.py docs/methods
 
-A page repeats nothing that a recipe does not say. It does not know what a method scores: docs/learning.md does.
+A page repeats nothing that a recipe does not say. It does not know what a method scores: docs/evidence does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def index_page(families: list[str]) -> str:
         "`turnwise explain NAME` prints a method, `turnwise diff A B` prints the slots in which two methods differ.",
         "",
         "Every method is tested against an independent float64 implementation of its equation, and for invariance to packing "
-        "order and micro-batch size. How each of them learns is on the page [Learning](../learning.md).",
+        "order and micro-batch size. What papers' claims come to in runs is on the page [Evidence](../evidence/index.md).",
         "",
         "| kind | question it answers |",
         "|---|---|",

@@ -3,6 +3,7 @@
     [bed.old]                                       a place to run in: settings of a run, and what it usually takes
     env = "experiments/worlds.py:SignedCalculator"
     seconds = 50
+    start = { difficulty = [1] }                    what the shared cold start has otherwise than the run
     [claim.C16]
     paper = "TOPR"
     says = "negatives that taper and positives without a ratio stay stable on old data"
@@ -149,25 +150,18 @@ class Claim:
 
 def load(path: Path) -> dict[str, Claim]:
     """The claims of a file; a wrong name of a method, setting, bed or metric is refused with the nearest one."""
-    try:
-        file = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise SettingError(f"there are no claims at {path}; write --file CLAIMS.toml") from None
-    except ValueError as fault:
-        raise SettingError(f"{path} is no TOML: {fault}") from None
-    beds, claims = file.get("bed", {}), {}
+    file, claims = _parsed(path), {}
+    known = file.get("bed", {})
     for name, entry in file.get("claim", {}).items():
         given = {"direction": HIGHER, "least": 0.05, "seeds": 5, "set": {}, **entry}
         wanted = {"paper", "says", "bed", "arms", "metric", "direction", "least", "seeds", "set"}
         if wrong := wanted ^ given.keys():
-            raise SettingError(
-                f"claim {name} of {path} needs {', '.join(sorted(wanted))}; look at {sorted(wrong)[0]!r}"
-            )
-        if given["bed"] not in beds:
-            raise SettingError(f"claim {name} of {path}: no bed {given['bed']!r}; {nearest(given['bed'], beds)}")
+            raise SettingError(f"claim {name} of {path} needs {', '.join(sorted(wanted))}; look at {sorted(wrong)[0]!r}")
+        if given["bed"] not in known:
+            raise SettingError(f"claim {name} of {path}: no bed {given['bed']!r}; {nearest(given['bed'], known)}")
         shared = given.pop("set")
         runs = {
-            (arm, seed): _run(given["bed"], beds[given["bed"]], shared, arm, seed)
+            (arm, seed): _run(given["bed"], known[given["bed"]], shared, arm, seed)
             for seed in range(given["seeds"])
             for arm in given["arms"]
         }
@@ -175,12 +169,26 @@ def load(path: Path) -> dict[str, Claim]:
     return claims
 
 
+def beds(path: Path) -> Mapping[str, Any]:
+    """The beds of a file, as it writes them."""
+    return _parsed(path).get("bed", {})
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise SettingError(f"there are no claims at {path}; write --file CLAIMS.toml") from None
+    except ValueError as fault:
+        raise SettingError(f"{path} is no TOML: {fault}") from None
+
+
 def _run(name: str, bed: Mapping[str, Any], shared: Mapping[str, Any], arm: str, seed: int) -> Run:
     """The run of an arm: its words (``METHOD key=value ...``) over what all arms share, over the bed's settings. A word that is
     no setting is a hyper-parameter of the method, or an argument of the bed's trainer."""
     method, *words = arm.split()
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
-    values = {**{k: v for k, v in bed.items() if k not in ("about", "seconds", "trainer")}, **shared, **pairs}
+    values = {**{k: v for k, v in bed.items() if k not in ("about", "seconds", "trainer", "start")}, **shared, **pairs}
     trainer, options, arguments, settings = bed.get("trainer", ""), {}, {}, {"method": method, "seed": seed}
     for key, value in values.items():
         if key in signatures.parameters(method.partition("+")[0]) and key in pairs:
@@ -193,7 +201,7 @@ def _run(name: str, bed: Mapping[str, Any], shared: Mapping[str, Any], arm: str,
     settings |= {"method_options": signatures.typed_options(method.partition("+")[0], options)} if options else {}
     plain = Settings.of(settings).as_dict()
     settings = {key: plain[key] for key in sorted({*settings, *(["credit"] if plain["credit"] else [])})}
-    start = {key: settings[key] for key in OF_THE_START if key in settings}
+    start = {key: settings[key] for key in OF_THE_START if key in settings} | bed.get("start", {})
     return Run(settings, start | {"seed": seed}, trainer, arguments, name, float(bed.get("seconds", 60)))
 
 
@@ -236,9 +244,7 @@ def judge(claim: Claim, rows: Mapping[str, Row]) -> Verdict:
     done = {key: rows[run.name] for key, run in claim.runs.items() if run.name in rows}
     first, *others = claim.arms
     acted = [row["measured"]["acted"] for (arm, _), row in done.items() if arm == first]
-    meter = {
-        slot: fmean(each.get(slot, 0.0) for each in acted) for slot in dict.fromkeys(s for each in acted for s in each)
-    }
+    meter = {slot: fmean(each.get(slot, 0.0) for each in acted) for slot in dict.fromkeys(s for each in acted for s in each)}
     results = []
     for other in others:
         pairs = [

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.evidence import rows as evidence_rows
-from experiments.evidence.claims import Claim, Verdict, chosen, detectable, distinct_runs, judge, load, metric_of
+from experiments.evidence.claims import Claim, beds, chosen, distinct_runs, judge, load
 from experiments.evidence.play import Player, repeated
 from experiments.evidence.rows import SEAL, Row
 from turnwise.cli.flags import Parser
@@ -55,9 +53,7 @@ class Evidence:
         """Repeat rows: those that are named, or so many drawn at random."""
         names = options.names or ["1"]
         if len(names) == 1 and names[0].isdigit() and names[0] not in self.sound:
-            able = [
-                n for n, row in self.sound.items() if not options.seconds or row["cost"]["seconds"] <= options.seconds
-            ]
+            able = [n for n, row in self.sound.items() if not options.seconds or row["cost"]["seconds"] <= options.seconds]
             names = random.sample(sorted(able), min(int(names[0]), len(able)))
         if not names:
             raise SettingError(f"no row of {self.place} takes so little; write a larger --seconds")
@@ -74,9 +70,7 @@ class Evidence:
                 f"{name} {row['bed']} {row['settings']['method']}: "
                 + (f"different: {where}" if where else "equal bit for bit")
             )
-            others = [
-                f"{key}: {row[key]}, here {here[key]}" for key in ("machine", "versions") if row[key] != here[key]
-            ]
+            others = [f"{key}: {row[key]}, here {here[key]}" for key in ("machine", "versions") if row[key] != here[key]]
             print("".join(f"  {text}\n" for text in others if where), end="")
         return 1 if differing else 0
 
@@ -92,45 +86,18 @@ class Evidence:
         return 1 if problems else 0
 
     def table(self, options: argparse.Namespace) -> int:
-        """Verdicts, and the pages."""
-        print(self.verdict_table())
+        """The verdicts; with ``--write`` the pages."""
+        from experiments.evidence.pages import pages, table
+
+        print("\n".join(table([judge(claim, self.sound) for claim in self.claims])))
+        if options.write:
+            made = pages(self.claims, self.sound, beds(Path(options.file)), HERE / "limits.toml")
+            folder = Path(options.write)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in made.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            print(f"{len(made)} pages written to {folder}")
         return 0
-
-    # --------------------------------------------------------------- tables
-
-    def verdicts(self) -> list[Verdict]:
-        return [judge(claim, self.sound) for claim in self.claims]
-
-    def verdict_table(self) -> str:
-        lines = ["| claim | paper | verdict | against | difference | seeds | acted |", "|---|---|---|---|--:|--:|---|"]
-        for verdict in self.verdicts():
-            for n, other in enumerate(verdict.against):
-                head = [verdict.claim.name, verdict.claim.paper, f"**{verdict.word}**"] if n == 0 else ["", "", ""]
-                pairs, sign = other.difference.pairs, verdict.meter if n == 0 else ""
-                cells = [*head, f"`{other.arm}`", other.size if pairs > 1 else "–", str(pairs), sign]
-                lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
-
-    def beds(self) -> dict[str, Any]:
-        """Floor, ceiling, noise and power of each bed."""
-        made: dict[str, Any] = {}
-        success, _ = metric_of("success")
-        for bed in dict.fromkeys(row["bed"] for row in self.sound.values()):
-            inside = [row for row in self.sound.values() if row["bed"] == bed]
-            arms: dict[str, dict[int, float]] = {}
-            for row in inside:
-                arm = evidence_rows.identity({**row["settings"], "seed": 0, "arguments": row["arguments"]})
-                arms.setdefault(arm, {})[row["settings"]["seed"]] = success(row)
-            several = [list(each.values()) for each in arms.values() if len(each) > 1]
-            noise = statistics.fmean(statistics.variance(each) for each in several) ** 0.5 if several else float("nan")
-            made[bed] = {
-                "rows": len(inside),
-                "floor": statistics.fmean(row["measured"]["curve"][0][-1] or 0.0 for row in inside),
-                "ceiling": max((statistics.fmean(each) for each in several), default=float("nan")),
-                "noise": noise,
-                "shows": {n: detectable(noise * 2**0.5, n) for n in (3, 5, 10)} if several else {},
-            }
-        return made
 
 
 def main(argv: Sequence[str]) -> int:

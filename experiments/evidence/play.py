@@ -122,21 +122,20 @@ class Player:
                 reader.join()
                 raise Stopped
         out, err = told[0]
-        return (
-            json.loads(out)
-            if process.returncode == 0
-            else {"error": err.strip()[-400:] or f"exit {process.returncode}"}
-        )
+        return json.loads(out) if process.returncode == 0 else {"error": err.strip()[-400:] or f"exit {process.returncode}"}
 
 
 def _start_of(run: Run) -> str:
     return identity(run.start)
 
 
+def run_of(row: Row) -> Run:
+    return Run(row["settings"], row["start"], row["trainer"], row["arguments"], row["bed"])
+
+
 def repeated(row: Row, player: Player) -> str:
     """Run a row again: where the two differ first, or empty if they are equal to the last bit."""
-    run = Run(row["settings"], row["start"], row["trainer"], row["arguments"], row["bed"])
-    again = player.one(run)
+    again = player.one(run_of(row))
     return again["error"] if "error" in again else difference(row["measured"], again["measured"])
 
 

@@ -2,59 +2,62 @@
 
 from __future__ import annotations
 
+import random
 import re
-import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from experiments.evidence import claims, pages, rows
+from experiments.evidence.command import Evidence
+from experiments.evidence.play import Player, run_of
 from turnwise import recipes
 from turnwise.integrations import method_support
 from turnwise.integrations.trl_arguments import MEASURED
 from turnwise.recipes.catalogue import kind
 from turnwise.recipes.recipe import Kind
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-import credit_efficiency
-import learning_change
-import learning_report
-import processes
-
 ROOT = Path(__file__).parents[2]
-ROWS = [ROOT / f"experiments/results/{name}.jsonl" for name in ("learning", "offpolicy", "methods")]
 
 
 def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_the_pages_of_learning_are_made_from_their_rows():
-    rows = processes.read(ROWS)
-    assert text_of("learning.md") == learning_report.page(rows), "run `make learning`"
-    assert text_of("learning-all.md") == learning_report.whole_page(rows), "run `make learning`"
-
-
-def test_the_tables_of_credit_are_made_from_their_rows():
-    page = text_of("results-credit.md")
-    assert page.count("<!-- rows ") == 5
-    assert page == credit_efficiency.with_tables(page), (
-        "run experiments/credit_efficiency.py --write docs/results-credit.md"
+def test_the_pages_of_evidence_are_made_from_rows_that_nobody_changed():
+    places = ROOT / "experiments/evidence"
+    known = rows.read(places)
+    assert not [row["place"] for row in known if row[rows.SEAL] != rows.seal(row)], "a row was changed"
+    evidence = Evidence.of(places / "claims.toml", places, "all")
+    made = pages.pages(evidence.claims, evidence.sound, claims.beds(places / "claims.toml"), places / "limits.toml")
+    assert made == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/evidence").iterdir()}, (
+        "rows were added, or a method changed and its rows are stale: run `turnwise evidence table --write docs/evidence`"
     )
 
 
-def test_a_change_has_the_error_of_both_evaluations():
-    row = {"before": 0.32, "after": 0.45, "interval": [0.3561, 0.5476]}  # 100 tasks
-    assert learning_change.tasks_of(0.45, (0.3561, 0.5476)) == 100
-    found = learning_change.change(row)
-    assert found.value == pytest.approx(0.13) and found.low < 0 < found.high  # though 0.3561 lies above 0.32
-    assert not learning_report.learns([row]) and learning_report.learns([{**row, "before_interval": [0.31, 0.33]}])
+def test_every_limit_is_held_by_a_test():
+    limits = tomllib.loads((ROOT / "experiments/evidence/limits.toml").read_text(encoding="utf-8"))["limit"]
+    assert len(limits) > 30
+    for each in limits:
+        path, _, name = each["test"].partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), each
+        assert each["method"] in recipes.METHODS, each
 
 
-def test_several_seeds_are_narrower_than_one():
-    row = {"before": 0.3, "after": 0.6, "interval": [0.5, 0.69], "before_interval": [0.22, 0.4]}
-    one, four = learning_change.mean_change([row]), learning_change.mean_change([row] * 4)
-    assert one == learning_change.change(row)
-    assert four.value - four.low == pytest.approx((one.value - one.low) / 2)
+@pytest.mark.thorough
+def test_rows_drawn_at_random_come_out_again(monkeypatch, capsys, tmp_path):
+    """Equal to the last bit on the same kind of processor with the same versions; elsewhere the same task and budget."""
+    monkeypatch.chdir(ROOT)
+    known = rows.read(ROOT / "experiments/evidence")
+    here, able = rows.provenance(), [row for row in known if "measured" in row and row["cost"]["cpu_seconds"] < 60]
+    for row in random.sample(able, min(2, len(able))):
+        again = Player(tmp_path, 1, time.monotonic() + 600).one(run_of(row))
+        assert "error" not in again, again["error"]
+        if all(row[part] == here[part] for part in ("versions", "machine")):
+            assert rows.difference(row["measured"], again["measured"]) == "", row["run"]
+        assert again["method"]["slots"] == row["method"]["slots"] and again["cost"]["episodes"] == row["cost"]["episodes"]
 
 
 def test_the_page_of_trl_counts_the_methods_that_fit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,22 @@ def test_self_play_without_a_penalty_has_none(experiment):
 def test_a_run_that_fails_is_a_row_with_its_reason(experiment, tmp_path):
     row = experiment("parallel_runs").finished({"env": "nonesuch"}, "run", str(tmp_path), 60.0)
     assert row["before"] == row["after"] == {} and row["curve"] == [] and "nonesuch" in row["error"]
+
+
+def test_what_others_need_is_made_first_and_once(experiment):
+    processes, begun = experiment("processes"), []
+    note = lambda name: lambda done: begun.append((name, dict(done)))  # noqa: E731
+    jobs = [
+        processes.Job("short", note("short"), ("start",), 1),
+        processes.Job("long", note("long"), ("start",), 9),
+        processes.Job("late", note("late"), ("teacher",), 99),
+        processes.Job("teacher", note("teacher"), ("start",), 0),
+        processes.Job("start", note("start")),
+    ]
+    processes.schedule(jobs, 1, time.monotonic() + 60)
+    assert [name for name, _ in begun] == ["start", "teacher", "late", "long", "short"]
+    assert all(set(job.after) <= set(done) for job in jobs for name, done in begun if name == job.key)
+    assert processes.schedule([processes.Job("a", lambda done: 1)], 1, time.monotonic() - 1) == {}
 
 
 def test_a_curve_counts_tokens_up_to_each_evaluation(experiment, tmp_path):
