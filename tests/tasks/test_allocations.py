@@ -171,6 +171,9 @@ def test_falling_with_success():
     live.observe(group_of(task, [1, 0], turns=3))
     live.observe(group_of(task, [1, 0], turns=2))
     assert live.max_turns(task) == 3  # the longest success
+    spared = FallingWithSuccess(8, 8, spare=2).open()
+    spared.observe(group_of(task, [1, 0], turns=3))
+    assert spared.max_turns(task) == 5
 
 
 def test_turn_limits_are_a_percentile_after_calibration():
