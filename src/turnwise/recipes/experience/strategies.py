@@ -102,11 +102,7 @@ def r3l(tier: int = 1, diagnosis: str = "reflection") -> Strategy:
 
     Paper: R3L, arXiv 2601.03715.
     Settings: the policy itself reflects (--helper policy), on every attempt, at temperature 1; a reflection that cannot be read,
-    or that calls the attempt a success, leads to no retry.
-    Deviation: without a retry the partner is another attempt, and a reply that cannot be read is answered once. The advice
-    stands at the end of the first message, not where the retry begins. Reflections are not trained on, nor retries with their
-    advice in the record. With another diagnosis (verifier, surprise, start) failed attempts are retried with the
-    environment's hint, and nobody is asked."""
+    or that calls the attempt a success, leads to no retry."""
     return HintedRetry(tier, diagnosis)
 
 
