@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from experiments.evidence import rows as evidence_rows
@@ -29,10 +30,15 @@ class Evidence:
     def of(cls, file: Path, place: Path, names: str) -> Evidence:
         return cls(chosen(load(file), names), evidence_rows.read(place), place)
 
-    @property
+    @cached_property
+    def ended(self) -> dict[str, Row]:
+        """Rows that ended, by the name of their run; of several the first, but a stale one only where there is no other."""
+        ended = [row for row in reversed(self.rows) if "measured" in row]
+        return {row["run"]: row for row in sorted(ended, key=lambda row: not evidence_rows.stale(row))}
+
+    @cached_property
     def sound(self) -> dict[str, Row]:
-        """Rows that ended, by the name of their run; of several the first."""
-        return {row["run"]: row for row in reversed(self.rows) if "measured" in row}
+        return {name: row for name, row in self.ended.items() if not evidence_rows.stale(row)}
 
     # ------------------------------------------------------------- commands
 
@@ -91,7 +97,7 @@ class Evidence:
 
         print("\n".join(table([judge(claim, self.sound) for claim in self.claims])))
         if options.write:
-            made = pages(self.claims, self.sound, beds(Path(options.file)), HERE / "limits.toml")
+            made = pages(self.claims, self.ended, beds(Path(options.file)), HERE / "limits.toml")
             folder = Path(options.write)
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in made.items():

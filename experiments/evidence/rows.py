@@ -124,6 +124,8 @@ def _now(settings: str) -> Row | str:
 
 def stale(row: Row) -> str:
     """What the code would run otherwise now; empty for a row that still stands."""
+    if row["measured"]["measure"] == "reward" and row["measured"]["before"].get("success") is not None:
+        return "it holds rewards where others hold success"
     asked = {key: value for key, value in row["settings"].items() if key not in OF_THIS_MACHINE}
     now, then = _now(json.dumps(asked, sort_keys=True)), row["method"]
     if isinstance(now, str):
@@ -150,7 +152,8 @@ def measured(run: Path) -> Row:
     """All that a run measured and that a repetition must measure again, to the last bit."""
     summary, metrics = read_object(run / "summary.json"), read_rows(run / "metrics.jsonl")
     outcomes = {when: summary[f"success_{when}"] for when in ("before", "after")}
-    measure = "success" if outcomes["after"].get("success") is not None else "reward"
+    # not by the evaluation after: it reports no success where no episode came to an answer, which counts as none
+    measure = "success" if outcomes["before"].get("success") is not None else "reward"
     curve, tokens, drawn, sizes = [[0, 0.0, 0.0, outcomes["before"].get(measure)]], 0.0, 0.0, [0.0, 0.0]
     for row in metrics:  # episodes are all that were played, those of dropped groups too
         tokens, drawn = tokens + row.get("tokens", 0.0), row.get("tasks_drawn", drawn)

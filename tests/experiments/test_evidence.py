@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.evidence import claims, rows
+from experiments.evidence.command import Evidence
 from experiments.evidence.play import Player, repeated
 from turnwise.cli.main import main
 from turnwise.errors import SettingError
@@ -51,15 +52,20 @@ def claim(tmp_path: Path, seeds: int = 4, direction: str = "higher") -> claims.C
 def row(run: claims.Run, successes: list[float], acted: float = 0.5) -> rows.Row:
     curve = [[n, 10.0 * n, 100.0 * n, value] for n, value in enumerate(successes)]
     after = {"success": successes[-1], "tool_calls": 1.0, "tasks": 10, "turns": 2.0, "tokens_per_turn": 5.0}
-    measured = {"measure": "success", "after": after, "curve": curve, "acted": {"advantage": acted}, "late": {}}
+    measured = {
+        "measure": "success",
+        "before": {"success": successes[0]},
+        "after": after,
+        "curve": curve,
+        "acted": {"advantage": acted},
+        "late": {},
+    }
     return {"run": run.name, "bed": run.bed, **run.asked, "measured": measured}
 
 
 def verdict(made: claims.Claim, left: list[float], right: list[float], acted: float = 0.5) -> claims.Verdict:
     sides = dict(zip(made.arms, (left, right)))
-    return claims.judge(
-        made, {run.name: row(run, [0.1, sides[arm][seed]], acted) for (arm, seed), run in made.runs.items()}
-    )
+    return claims.judge(made, {run.name: row(run, [0.1, sides[arm][seed]], acted) for (arm, seed), run in made.runs.items()})
 
 
 def test_the_projects_claims_name_what_exists_and_can_be_built():
@@ -172,6 +178,13 @@ def test_a_row_of_another_method_is_stale(tmp_path, capsys, monkeypatch, part, n
     )
     status, out = check(tmp_path, capsys)
     assert status == 1 and "stale" in out and answer in out
+
+
+def test_a_row_that_holds_rewards_in_place_of_success_counts_nowhere(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = sealed(tmp_path, lambda row: row["measured"].update(measure="reward"))
+    assert "holds rewards where others hold success" in check(tmp_path, capsys)[1]
+    assert not Evidence.of(tmp_path / "claims.toml", path, "all").sound
 
 
 def test_where_two_measurements_differ():
