@@ -233,7 +233,11 @@ def math(completion: str, answer: Any) -> float | dict[str, Any] | None:
     last = final_answer(text) if boxed is None else boxed
     if boxed is None and last == text:
         last = re.split(r"(?<=[.!?])\s+|\n", text.strip())[-1]
-        if (one := ONE_NUMBER.fullmatch(last)) and not MEANT & set(re.findall("[a-z]+", last.lower())):
+        if (
+            len(last) <= 300
+            and (one := ONE_NUMBER.fullmatch(last))
+            and not MEANT & set(re.findall("[a-z]+", last.lower()))
+        ):
             last = one[1]
     equal = _same_maths(final_answer(str(answer)), last)
     return {"score": float(equal), "success": equal}
