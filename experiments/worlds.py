@@ -9,6 +9,7 @@ can share the cold start of that environment. Knows no method.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 import random
@@ -26,6 +27,7 @@ from turnwise.environments.builtin.guess import FEATURES, PARTS, Guess
 from turnwise.environments.builtin.keydoor import KeyDoor
 from turnwise.environments.builtin.lookup import Lookup
 from turnwise.environments.builtin.nim import PLAYERS, Nim
+from turnwise.environments.dreamed import Dreamed
 from turnwise.tools import ExecutionResult
 
 MAX_HEAP = 9  # in Duel: eight starts are held out
@@ -290,17 +292,45 @@ ASKERS = ("ann", "ben", "cleo", "dan", "eva", "finn")
 MIN_NAMED = 5
 
 
+@functools.cache
+def transitions(episodes: int = 200) -> Mapping[tuple[str, str], Sequence[str]]:
+    """What was seen after an action in a state that shows something, in scripted episodes of KeyDoor."""
+    after: dict[tuple[str, str], list[str]] = {}
+    for seed in range(episodes):
+        env, rng, over = KeyDoor(difficulty=1), random.Random(f"dream/{seed}"), False
+        seen = str(env.reset(seed)[-1]["content"])
+        while not over:
+            action = env.demonstrate(rng)
+            step = env.step(action)
+            after.setdefault((seen, action.text), []).append(then := str(step.messages[-1]["content"]))
+            seen, over = then, step.terminated or step.truncated
+    return after
+
+
+class Dreamt(Dreamed, KeyDoor):
+    """KeyDoor in a world model that remembers scripted episodes; what it never saw changes nothing."""
+
+    def predict(self, seen: str, action: str, variant: int) -> str:
+        known = transitions().get((seen, action), [seen])
+        return known[variant % len(known)]
+
+    def judge(self, observation: str) -> bool:
+        return "goal here" in observation
+
+
 class Suggestions(Environment):
     """One request, one answer: rewarded if it names at least five different things of the requested kind."""
 
     max_turns = 1
     inline = True
+    wordings = len(WORDINGS)  # 0: the task's own
     suggests: ClassVar[Mapping[str, Any]] = {"context": 96, "max_tokens": 16, "cold_batch": 32}
     symbols: ClassVar[str] = "|".join(f" ?{name}" for names in KINDS.values() for name in names)
 
     def reset(self, seed: int) -> Sequence[Message]:
         make = lambda rng: (rng.choice(list(KINDS)), rng.choice(WORDINGS), rng.choice(ASKERS))  # noqa: E731
-        self.kind, wording, who = sample_problem(make, seed, self.split)
+        self.kind, own, who = sample_problem(make, seed, self.split)
+        wording = WORDINGS[(WORDINGS.index(own) + getattr(self, "wording", 0)) % len(WORDINGS)]
         return [user_message(wording.format(who=who, kind=self.kind))]
 
     def step(self, action: Action) -> Step:

@@ -84,9 +84,8 @@ def unavailable_inputs(recipe: Recipe, within: Iterable[Piece]) -> list[str]:
     """As sentences, what a recipe reads that padded tensors of tokens and rewards do not contain, or does while they are
     collected."""
     pieces = {p for root in within for p in root.parts}
-    needed = sorted(
-        {word for p in pieces for word in p.requires | (p.idle_without & {"tools"})}
-    )  # no calls are recorded
+    asked = {word for p in pieces for word in p.requires | (p.idle_without & {"tools"})}  # no calls are recorded
+    needed = sorted(asked | recipe.requires)
     differs = lambda name: type(getattr(recipe, name)) is not type(getattr(DEFAULT_RECIPE, name))  # noqa: E731
     memory = any(type(p).memory_columns is not Piece.memory_columns for p in pieces)
     coupled = any(isinstance(p, Penalty) and p.couples_trajectories for p in pieces)

@@ -502,6 +502,7 @@ PROVIDERS: dict[str, tuple[Provides, str]] = {
         "a world model to dream in (a class before the environment's, with predict() and judge(): "
         "turnwise.environments.dreamed; examples/dreamed_keydoor.py trains one)",
     ),
+    "difficulties": (lambda cls: len(getattr(cls, "difficulties", (1,))) > 1, "several difficulties (difficulties)"),
     "tools": (lambda cls: bool(getattr(cls, "tools", ())), "tools (the environment's, or --tools beside --data)"),
     "process": (lambda cls: overrides(cls, "turns_to_solve"), "a process verifier (a turns_to_solve())"),
     "agents": (lambda cls: len(getattr(cls, "agents", ())) > 1, "which of several agents acts (agents)"),

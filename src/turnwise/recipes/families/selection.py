@@ -489,7 +489,8 @@ def craft_gui(
     Paper: CRAFT-GUI: Curriculum-Reinforced Agent For GUI Tasks, arXiv 2508.11360.
     Settings: the lengths of stages, the share of review and the clip are ours.
     Deviation: difficulty is the environment's own. The judged part of its reward is --judge, whose weight is --judge-weight."""
-    return replace(grpo(clip, 0.0), sampler=Stages(stage, window, solved, review))
+    several = frozenset({"difficulties"})
+    return replace(grpo(clip, 0.0), sampler=Stages(stage, window, solved, review), requires=several)
 
 
 @suggests(demos="oracle")
