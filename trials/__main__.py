@@ -1,4 +1,4 @@
-"""``python -m trials [--parts kills inputs fuzz sandbox starvation tests] [--short] [--write docs/trial.md]``
+"""``python -m trials [--parts kills inputs fuzz sandbox servers starvation tests] [--short] [--write docs/trial.md]``
 
 Each part appends its results to ``trials/results``; an interrupted trial continues with what is left."""
 
@@ -25,6 +25,7 @@ from trials import (
     fuzz,
     kills,
     sandbox,
+    servers,
     starvation,
     suites,
 )
@@ -34,7 +35,7 @@ from trials.report import page, table
 ROWS = Path(__file__).parent / "results"
 KILLS, EPISODES, STARVED = 200, 10_000, 20
 SHORT_KILLS, SHORT_EPISODES, SHORT_EVERY, SHORT_STARVED = 12, 200, 5, 3
-WANTED = {"kills": 200, "inputs": 200, "fuzz": 60_000, "sandbox": 6_000, "starvation": 20, "tests": 200}
+WANTED = {"kills": 200, "inputs": 200, "fuzz": 60_000, "sandbox": 6_000, "servers": 1_000, "starvation": 20, "tests": 200}
 BAD_INPUTS = (bad_settings, bad_files, bad_environments, bad_models, bad_runs)
 Progress = Callable[[str], None]
 
@@ -49,6 +50,7 @@ PARTS: dict[str, Callable[..., Iterator[Outcome]]] = {
     "inputs": inputs,
     "fuzz": lambda short, *rest: fuzz.trial(SHORT_EPISODES if short else EPISODES, *rest),
     "sandbox": sandbox.trial,
+    "servers": servers.trial,
     "starvation": lambda short, *rest: starvation.trial(SHORT_STARVED if short else STARVED, *rest),
     "tests": lambda short, *rest: suites.trial(*rest),
 }

@@ -15,6 +15,7 @@ TITLES = {
     "inputs": "Bad inputs",
     "fuzz": "Fuzzed episodes",
     "sandbox": "Attacks on the sandbox",
+    "servers": "Attacks on servers",
     "starvation": "Starved runs",
     "tests": "Tests that attack",
 }
@@ -43,6 +44,13 @@ list, and grammars whose seed stands in each row: *supervisor* (trees that the h
 swapped meanwhile), *space* (ways to make, fill and hide files), *signs* (marks that others could see), *protocol*
 (what comes in place of a reply), *exhaustion* and *hang*. The last rung, `limits`, promises only the last three; see
 [Security](security.md).""",
+    "servers": """
+Requests to a running `turnwise serve` and endpoint: who asks (a process without the token or with another, pages of other
+sites, ports and files, a page under a rebound name, a frame, a form; all pages *with* the stolen token; and a client that
+sends nonsense), for what, with which body (nothing, nonsense, no JSON, a megabyte, brackets) and at which moment (alone, in
+pieces, twice at once, behind half a request of somebody else, beside requests of the owner) are drawn from a grammar, with
+seed 33. *Held*: a stranger got an error, nobody a status of 500 or the token, the server is as it was, and its owner is
+answered afterwards. Nobody tried: a flood from many addresses, the servers of `turnwise view` and of Ray, HTTP/2.""",
     "starvation": """
 Whole small runs (calculator with the Python tool, `--isolate-env`, `--env-processes 2`, `--reward code`, `--generator
 local`, `--ranks 2`, a served judge) that the machine starves of open files, memory, size of files, processes, disk,

@@ -234,6 +234,7 @@ def test_version(capsys):
         ("train grpo --clip=-0.1", "Clip: low is -0.1"),
         ("train grpo --group-size 1", "--group-size 2"),
         ("train grpo gspo", "unexpected 'gspo'"),
+        ("train rows.jsonl", "a file is given as --data rows.jsonl"),
         ("train --steps 1 grpo", "grpo"),
         ("train grpo --env calculater", "did you mean 'calculator'"),
         ("train grpo --env no_such_module:Env", "no module 'no_such_module'"),

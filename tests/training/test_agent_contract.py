@@ -196,6 +196,14 @@ async def misses_a_name(task, client):
     return 1.0
 
 
+async def asks_for_a_solution(task, client):
+    return await answered(task, client) == task.solution
+
+
+async def forgets_to_wait(task, client):
+    return float(client.chat.completions.create(messages=task.messages).choices[0].message.content)
+
+
 def blocks(task, client):
     import time
 
@@ -223,6 +231,7 @@ BROKEN = [
     (calls_nobody, "the agent made no call"),
     (asks_for_biases, "a call of the agent is refused: 'logit_bias' is not supported"),
     (misses_a_name, "the agent raised NameError: .*undefined_name"),
+    (asks_for_a_solution, "a task has no 'solution'; it has messages, prompt, tools, row"),
 ]
 
 
@@ -234,6 +243,11 @@ def test_an_agent_that_breaks_its_contract_is_refused_before_the_model_is_loaded
     with pytest.raises(SettingError, match=f"(?s){words}.*check-agent"):
         api.train(out=str(out), name="x", agent=agent, data=data, **RUN)
     assert not out.exists() and not calls  # it was played elsewhere: nothing of it is left here
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_call_that_is_not_awaited_is_named(tmp_path):
+    assert "write await in front of the call" in first_fault(played_by(forgets_to_wait, rows_file(tmp_path)))
 
 
 @pytest.mark.parametrize("agent", [stumbles, sometimes_too_long, stock_agents.in_process])

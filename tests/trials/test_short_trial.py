@@ -25,6 +25,7 @@ from trials import (
     kills,
     moments,
     sandbox,
+    servers,
     starvation,
 )
 from trials.commands import classify
@@ -53,6 +54,17 @@ def no_fault(outcomes):
 
 
 # --------------------------------------------------------------------- the parts
+
+
+@pytest.mark.thorough
+def test_servers_hold_and_one_that_admits_everybody_does_not(monkeypatch):
+    monkeypatch.setattr(servers, "BLOCK", 25)
+    held = run(servers.trial(True, Results(), print), Results())
+    no_fault(held)
+    assert [(o.kind, o.result, o.count) for o in held] == [("serve", "held", 25), ("endpoint", "held", 25)]
+    monkeypatch.setattr("turnwise.serve.front.Front.check", lambda self, request: None)
+    open_ = run(servers.trial(True, Results(), print), Results())
+    assert {o.kind for o in faults(open_)} == {"serve", "endpoint"} and all("seed 33" in o.name for o in open_)
 
 
 @pytest.mark.thorough

@@ -39,7 +39,8 @@ def check_method(name: str) -> None:
     method, *credit = name.split("+")
     for part in (method, *filter(None, credit)):
         if ":" not in part and part not in _functions():
-            hint = RENAMED.get(part) or nearest(part, method_names()).partition("known:")[0]
+            file = f"a file is given as --data {part} or --config {part}; " if "." in part else ""
+            hint = file or RENAMED.get(part) or nearest(part, method_names()).partition("known:")[0]
             raise SettingError(f"no method {part!r}; {hint}`turnwise list` shows all; your own: module:recipe")
 
 

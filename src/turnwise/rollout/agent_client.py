@@ -30,6 +30,7 @@ from turnwise.rollout.agent_episode import (
     CallRefused,
     CallReply,
     CallRequest,
+    Misused,
     Result,
     read_outcome,
     within,
@@ -287,6 +288,11 @@ class AgentTask:
     episode: AgentEpisode | None = None
     seconds: float = 30.0  # per call into the environment
     loop: asyncio.AbstractEventLoop | None = None  # that the episode runs in
+
+    def __getattr__(self, name: str) -> Any:
+        there = "messages, prompt, tools, row, seed, done, step and call_tool"
+        cure = f"write task.row[{name!r}]" if name in self.__dict__.get("row", ()) else f"it has {there}"
+        raise Misused(f"a task has no {name!r}; {cure}")
 
     def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of ``task.step(...)`` or ``task.call_tool(...)`` for a function that is not ``async``."""

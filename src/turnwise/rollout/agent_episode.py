@@ -46,6 +46,10 @@ class CallRefused(EnvironmentFault):
         self.code = code
 
 
+class Misused(AttributeError):
+    """An agent asks its task for something that no task has."""
+
+
 class NoVerdict(EnvironmentFault):
     """What an agent said of its episode is no reward, or says nothing."""
 
@@ -319,11 +323,14 @@ class AgentEpisode:
         """What is wrong with the agent whatever its policy answers; empty where an answer or the machine may have caused it."""
         if isinstance(fault, NoVerdict):
             return str(fault)
+        if isinstance(fault, NameError | ImportError | Misused):
+            return f"the agent raised {fault_words(fault)}"
         if self.refusal is not None:
             budget = (TURN_LIMIT, TOKEN_LIMIT, CANCELLED, OVERFLOW)
             return "" if self.refusal.code in budget else f"a call of the agent is refused: {self.refusal}"
         early = not self.turns and not self.lost and not isinstance(fault, OutOfTime)
-        return f"the agent raised {fault_words(fault)} before its first call was answered" if early else ""
+        awaited = "; write await in front of the call" if "'coroutine' object" in str(fault) else ""
+        return f"the agent raised {fault_words(fault)} before its first call was answered{awaited}" if early else ""
 
     def trajectory(self, status: Status, reason: str) -> Trajectory:
         """The episode as one credited trajectory, however many sequences it needed."""

@@ -415,6 +415,11 @@ class EnvSpec:
         """Refuse a class that nothing can be imitated of. The tiny model begins by imitating."""
         if self.can_demonstrate:
             return
+        if self.settings.model.tiny and self.settings.uses_prompts:
+            raise SettingError(
+                "the tiny model knows no language, and begins by imitating the answers of the rows, which not all have; give "
+                "every row an answer, or write --model with a trained model"
+            )
         if self.settings.model.tiny:
             raise SettingError(
                 f"the tiny model knows no language, and {self.settings.env} has no `demonstrate` and `oracle` to start it "
