@@ -17,8 +17,21 @@ from turnwise.core.chat import ChatReply
 from turnwise.core.records import Status, Task
 from turnwise.errors import HostFault, RequestRefused, ServerFault, StoreError
 from turnwise.recipes.experience import piece
-from turnwise.rewards.judge import Answer, AnswerCache, AnswerError, Reflection, Verdict, reflection_question
+from turnwise.rewards.judge import (
+    Answer,
+    AnswerCache,
+    AnswerError,
+    Reflection,
+    StepVerdicts,
+    Verdict,
+    hint_question,
+    read_hints,
+    reflection_question,
+    step_question,
+)
 from turnwise.rollout.helper import FunctionModel, Helper
+from turnwise.rollout.support import Support
+from turnwise.training import build
 
 ASK = [{"role": "user", "content": "a number?"}]
 
@@ -181,7 +194,7 @@ def test_the_attempt_is_quoted_and_its_steps_are_numbered():
     system, user = reflection_question(attempt, 2)
     assert "2 steps" in system["content"] and "from 0 to 1" in system["content"]
     lines = user["content"].splitlines()
-    fence = lines[0].removesuffix(" the attempt")
+    fence = lines[0].removesuffix(" begin")
     assert fence in system["content"] and lines[-1] == f"{fence} end"
     assert [line.removeprefix(fence) for line in lines if "step" in line] == [
         " message of: assistant, step 0", " message of: assistant, step 1",
@@ -196,6 +209,8 @@ class World(Untrained):
     def __init__(self, env: str, function) -> None:
         super().__init__(env)
         self.helper = Helper(FunctionModel("f", function, 5.0))
+        sampling = build.sampling_settings(self.env_spec.settings)
+        self.play = build.make_play(self.env_spec, self.renderer, sampling, helper=self.helper)
 
     def request(self, seed=1, size=6):
         return replace(super().request(seed, size), helper=self.helper)
@@ -273,3 +288,121 @@ def test_a_failed_attempt_is_not_reflected_on():
 
     asyncio.run(piece("strategy", "r3l").begin(replace(request, play=broken)))
     assert world.helper.metrics()["helper/calls"] == 0
+
+
+# ------------------------------------------------------------------- verdicts on steps, and hints
+
+
+def test_verdicts_name_the_first_wrong_step():
+    read = StepVerdicts.read('so: {"scores": [1, 0.5, 0.4, 0.9], "correction": " go east "}', 4)
+    assert read == StepVerdicts((1.0, 0.5, 0.4, 0.9), "go east")
+    assert (read.first_wrong(0.5), read.first_wrong(0.6), read.first_wrong(0.1)) == (2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ("[1]", "no list of 2"),
+        ('{"scores": [1], "correction": "x"}', "no list of 2"),
+        ('{"scores": [1, 2], "correction": "x"}', "a score is 2"),
+        ('{"scores": [1, true], "correction": "x"}', "a score is True"),
+        ('{"scores": [1, "1"], "correction": "x"}', "a score is '1'"),
+        ('{"scores": [1, 1]}', "no text correction"),
+    ],
+)
+def test_verdicts_of_another_form_are_none(reply, says):
+    with pytest.raises(AnswerError, match=says):
+        StepVerdicts.read(reply, 2)
+
+
+def test_a_repair_begins_at_the_first_wrong_step_and_replaces_a_failure_only_if_it_succeeds():
+    """Of four steps the third is wrong; whether a repair succeeds is decided here."""
+    world = World("keydoor", lambda text: json.dumps({"scores": [1, 1, 0.2, 1], "correction": "take the key"}))
+    played = []
+
+    def repaired(success: bool):
+        request = world.request(size=3)
+
+        async def play(key, task, session, temperature_scale=1.0, **more):
+            trajectory = await request.play(key, task, session, **more)
+            if more.get("support") is None:
+                return trajectory
+            played.append((key, more["fork_from"], more["support"].text, trajectory))
+            return replace(trajectory, success=success)
+
+        return asyncio.run(piece("strategy", "scope,repairs=2").begin(replace(request, play=play)))
+
+    plain = Untrained("keydoor").grow(piece("strategy", "independent"), size=3)
+    assert [len(t.turns) for t in plain.trajectories] == [4, 4, 4]
+    tokens = lambda t: [tuple(turn.tokens) for turn in t.turns]  # noqa: E731
+    kept = repaired(success=False)
+    assert [tokens(t) for t in kept.trajectories] == [tokens(t) for t in plain.trajectories], (
+        "only what is verified enters"
+    )
+    group = repaired(success=True)
+    assert [(point.turn, text) for _, point, text, _ in played] == [(2, "take the key")] * 4
+    for n in range(2):
+        mended, attempt, (key, _, _, repair) = group.trajectories[n], plain.trajectories[n], played[2 + n]
+        assert mended.id == key and mended.fork is None and mended.guidance.endswith("correction")
+        assert tokens(mended)[:2] == tokens(attempt)[:2] and tokens(mended)[2:] == tokens(repair)
+    assert tokens(group.trajectories[2]) == tokens(plain.trajectories[2]), "at most so many repairs"
+
+
+@pytest.mark.parametrize("reply", ['{"scores": [1, 1, 1, 1], "correction": ""}', "no idea"])
+def test_where_no_step_is_wrong_nothing_is_repaired(reply):
+    world = World("keydoor", lambda text: reply)
+    group = world.grow(piece("strategy", "scope"), size=3)
+    assert not any(t.guidance or t.fork for t in group.trajectories)
+
+
+def test_hints_are_read():
+    assert read_hints('{"hints": ["a", " b ", "c"]}', 2) == ("a", "b")
+    for wrong in ('{"hints": ["a"]}', '{"hints": ["a", ""]}', '{"hints": "ab"}', "[]"):
+        with pytest.raises(AnswerError, match="no list of 2 texts"):
+            read_hints(wrong, 2)
+    system, user = hint_question(ASK, ("it is 7",), 3)
+    assert "Write 3 hints" in system["content"] and "it is 7" in user["content"] and "a number?" in user["content"]
+    assert "solution" not in hint_question(ASK, (), 3)[1]["content"]
+    assert "2 steps" in step_question(ASK, 2)[0]["content"]
+
+
+@pytest.mark.parametrize("env", ["keydoor", "guess"])
+def test_hints_of_a_helper_replace_those_of_the_environment(env):
+    """Also where the environment has none."""
+    asked = []
+
+    def writes(text):
+        asked.append(text)
+        return json.dumps({"hints": ["look", "look east", "it is east", "go"]})
+
+    world = World(env, writes)
+    request = world.request()
+
+    async def run(**more):
+        return (await request.play_all([request.open_session(0)], **more))[0]
+
+    recorded, hidden, strategy = (
+        asyncio.run(run(**how))
+        for how in ({"support": Support(tier=2)}, {"support": Support(tier=2, recorded=False)}, {"with_hint": True})
+    )
+    read = world.renderer.decode(recorded.turns[0].context)
+    assert "look\nlook east" in read and "it is east" not in read
+    assert (
+        "look" not in world.renderer.decode(hidden.turns[0].context)
+        and hidden.guidance == "hint: look\nlook east, hints 1-2"
+    )
+    assert strategy.guidance == "hint: look, hints 1-1"
+    assert len(asked) == 1, "one question for each task"
+
+
+def test_a_helper_without_hints_fails_the_episode_and_one_that_is_gone_stops_the_run():
+    async def run(world):
+        request = world.request()
+        return (await request.play_all([request.open_session(0)], support=Support(tier=1)))[0]
+
+    silent = asyncio.run(run(World("keydoor", lambda text: "hm")))
+    assert silent.status == Status.FAILED and not silent.lost and "the helper gave no answer" in silent.reason
+    world = World("keydoor", str)
+    world.helper.model = Scripted(ServerFault("gone"))
+    with pytest.raises(ServerFault, match="gone"):
+        asyncio.run(run(world))

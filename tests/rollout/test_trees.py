@@ -134,7 +134,7 @@ def test_hints_in_the_record_or_outside_of_it():
     assert inside.guidance and outside.guidance and not plain.guidance
 
 
-@pytest.mark.parametrize("spec", ["r3l,diagnosis=verifier", "scope,repairs=2"])
+@pytest.mark.parametrize("spec", ["r3l,diagnosis=verifier", "scope,repairs=2,diagnosis=verifier"])
 def test_failed_attempts_are_retried_from_a_turn_of_their_own(untrained, spec):
     group = untrained.grow(piece("strategy", spec), size=4)
     assert len(group.trajectories) == 4 and not any(t.status == Status.FAILED for t in group.trajectories)
@@ -210,6 +210,6 @@ def test_edit_distance(a, b):
 
 def test_nonsense_is_refused():
     trees = ("arpo,trunks=-1", "spo_tree,factors=2/x", "spo_tree,segment=0", "latr,share=2")
-    for spec in (*trees, "r3l,diagnosis=x", "scope,repairs=-1"):
+    for spec in (*trees, "r3l,diagnosis=x", "scope,repairs=-1", "scope,below=0"):
         with pytest.raises(SettingError):
             piece("strategy", spec)

@@ -19,7 +19,7 @@ KINDS = [
     {"sampler": "prompt_gdro,pool=8", "strategy": "arpo,trunks=2", "budget": "turn_control,calibrate=4"},
     {"strategy": "spo_tree,factors=2/2,segment=2", "guidance": "prefix"},
     {"strategy": "latr,look=2", "guidance": "guide"},
-    {"strategy": "scope", "guidance": "adhint"},
+    {"strategy": "scope,diagnosis=verifier", "guidance": "adhint"},
     {"strategy": "r3l,diagnosis=verifier", "guidance": "xrpo"},
 ]
 

@@ -30,6 +30,15 @@ def reflect(question):
     })
 
 
+def score(question):
+    steps = question.count("message of: assistant, step")
+    return json.dumps({"scores": [1] * (steps - 1) + [0], "correction": "another way"})
+
+
+def hint(question):
+    return json.dumps({"hints": ["a", "b", "c", "d"]})
+
+
 number = 7
 """
 
@@ -66,6 +75,22 @@ def test_a_function_reflects_and_the_meter_shows_it(tmp_path, advice):
     assert all(row["acted/strategy"] == 0.5 for row in rows), "half of a group are retries"
     asked = summary["asked"]["helper"]
     assert asked["questions"] == asked["calls"] == sum(row["helper/calls"] for row in rows) and asked["failed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "slot", "more"),
+    [
+        ("score", "strategy", {"strategy": "scope", "max_turns": 3}),
+        ("hint", "guidance", {"strategy": "independent", "guidance": "guide", "env": "guess", "difficulty": (3,)}),
+    ],
+)
+def test_verdicts_on_steps_and_hints_act(tmp_path, advice, function, slot, more):
+    """``guess`` has no hints of its own."""
+    train(tmp_path, advice.replace("reflect", function), method="dr_grpo", **more)
+    rows = [row for row in metrics(tmp_path / "run") if f"acted/{slot}" in row]
+    assert len(rows) == 3 and all(row[f"acted/{slot}"] > 0 and row["helper/failed"] == 0 for row in rows)
+    assert sum(row["helper/calls"] for row in rows) > 0
 
 
 @pytest.mark.slow

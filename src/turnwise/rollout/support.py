@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -18,11 +19,14 @@ from turnwise.core.stateful import remember
 from turnwise.environments.calls import call_environment
 from turnwise.environments.contract import read_hint, read_messages, read_step
 from turnwise.errors import EnvironmentFault, SettingError
+from turnwise.rewards.judge import REFLECTION_TOKENS, hint_question, read_hints
 from turnwise.rollout.episode import EpisodeLimits, EpisodeSupport
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.scripted import next_action, scripted_policy
 
 CACHED = 1024  # tasks whose hints and solutions are kept
+WRITTEN_HINTS = 4  # that a helper writes for a task
 BEGINNING = "the following is the beginning of a solution, use it:"
 PLAN = "plan:"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -62,10 +66,11 @@ class Support:
 
 @dataclass(frozen=True)
 class TaskHelp:
-    """What one task offers: hints from abstract to concrete, and the turns of the scripted solution."""
+    """What one task offers: hints from abstract to concrete, the turns of the scripted solution, and what is read first."""
 
     hints: tuple[str, ...] = ()
     solution: tuple[str, ...] = ()
+    first: tuple[Message, ...] = ()
 
 
 @dataclass
@@ -77,13 +82,15 @@ class SupportResolver:
     limits: EpisodeLimits
     tools: Sequence[dict[str, Any]] = ()
     solutions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # given ones, by ``prompt_text`` of the task
+    helper: Helper | None = None  # writes the hints, whatever the environment offers
     offered: dict[str, TaskHelp] = field(default_factory=dict)  # by task key, the latest ones
 
     async def resolve(self, support: Support, task: Task) -> EpisodeSupport:
         """Help as text and ids. Raises where the task offers nothing of the kind."""
         reads_task = support.tier or support.share or support.turns_left or support.plan
         help_ = await self.task_help(task) if reads_task else TaskHelp()
-        hints = help_.hints[: support.tier]
+        written = await self._written_hints(help_) if support.tier and self.helper is not None else help_.hints
+        hints = written[: support.tier]
         if support.tier and not hints:
             raise EnvironmentFault(f"{task.environment} gives no hint for this task")
         if support.plan:
@@ -97,8 +104,8 @@ class SupportResolver:
             return EpisodeSupport(label, start=start, without_tools=support.without_tools)
         if support.turns_left:
             first = help_.solution[: -support.turns_left]
-            written = tuple(tuple(self._ids(text)) for text in first)
-            return EpisodeSupport(support.label if written else "", turns=written)
+            given = tuple(tuple(self._ids(text)) for text in first)
+            return EpisodeSupport(support.label if given else "", turns=given)
         turns, start = self._played(help_.solution, support.share) if support.played else ((), ())
         in_words = support.share and not support.played
         beginning = [BEGINNING, first_share(help_.solution, support.share)] if in_words else []
@@ -127,6 +134,17 @@ class SupportResolver:
             remember(self.offered, task.key, await self._look(task), CACHED)
         return self.offered[task.key]
 
+    async def _written_hints(self, help_: TaskHelp) -> tuple[str, ...]:
+        """The helper's hints. They are not kept here: of the policy they are those of its present weights."""
+        assert self.helper is not None
+        question = hint_question(help_.first, help_.solution, WRITTEN_HINTS)
+        read = partial(read_hints, count=WRITTEN_HINTS)
+        answer = await self.helper.ask(question, read, REFLECTION_TOKENS)
+        if answer.failure:
+            self.helper.count("failed")
+            raise EnvironmentFault(answer.failure)
+        return read(answer.text)
+
     async def _look(self, task: Task) -> TaskHelp:
         """Hints and the scripted solution of a task, from an environment of its own."""
         environment = self.make(task)
@@ -145,7 +163,7 @@ class SupportResolver:
         if not solution and callable(written):
             solution = tuple(await call(written) or ())
         try:
-            return TaskHelp(hints, solution or tuple(await self._solve(environment, call, task)))
+            return TaskHelp(hints, solution or tuple(await self._solve(environment, call, task)), tuple(first))
         finally:
             if hasattr(environment, "close"):
                 await call(environment.close)

@@ -31,11 +31,12 @@ from turnwise.core.protocols import Session
 from turnwise.core.records import Completion, Sampling, Task, Trajectory, Turn
 from turnwise.environments.calls import INTERRUPT_EVERY, INTERRUPTS, with_timeout
 from turnwise.environments.isolated import READY, EnvironmentProcess, HostLost, ProcessPool, moved, serve_episodes
-from turnwise.errors import EnvironmentFault, HostFault, SettingError, host_fault
-from turnwise.rollout.episode import Episode, OtherSeats, UnforkedSession
+from turnwise.errors import EnvironmentFault, HostFault, ServerFault, SettingError, host_fault
+from turnwise.rollout.episode import Episode, UnforkedSession
+from turnwise.rollout.helper import Helper
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.strategies import EpisodeRunner
-from turnwise.rollout.support import SupportResolver
+from turnwise.rollout.support import Support, SupportResolver
 from turnwise.rollout.typed_output import run_grammar
 from turnwise.training.agents import agent_play
 from turnwise.training.plan import EnvSpec, file_stamp, has_gpu, read_solutions
@@ -66,10 +67,11 @@ def row_sampling(env_spec: EnvSpec, sampling: Sampling, task: Task) -> Sampling:
 
 
 def make_play(
-    env_spec: EnvSpec, renderer: Renderer, sampling: Sampling, record_masked: bool = False, seats: Any = None
-) -> EpisodeRunner:
+    env_spec: EnvSpec, renderer: Renderer, sampling: Sampling, record_masked: bool = False, seats: Any = None,
+    helper: Helper | None = None,
+) -> EpisodeRunner:  # fmt: skip
     """A ``EpisodeRunner``: one episode of one task with one session. ``record_masked`` also records each prompt with its latest
-    observation masked. ``seats`` says who plays those that are not the policy's."""
+    observation masked. ``seats`` says who plays those that are not the policy's; ``helper`` writes hints."""
     limits, s = env_spec.limits, env_spec.settings
     if env_spec.agent is not None:
         return agent_play(
@@ -82,19 +84,24 @@ def make_play(
             env_spec.paid_from,
         )
     solutions = read_solutions(s.solutions, file_stamp(s.solutions)) if s.solutions else {}
-    resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools, solutions)
+    resolver = SupportResolver(env_spec.make, renderer, limits, env_spec.tools, solutions, helper)
 
     async def play(key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any) -> Trajectory:
+        if helper is not None:
+            session.unpark()  # batches must not depend on how long an answer takes
+            if more.pop("with_hint", False):
+                more["support"] = Support(tier=1, recorded=False)
         if more.get("support") is not None:
             try:
                 more["support"] = await resolver.resolve(more["support"], task)
             except Exception as fault:  # raised by the environment
                 session.close()
+                if isinstance(fault, ServerFault):
+                    raise  # the helper is gone, and the run stops
                 return Trajectory(key, task, ()).failed(f"no help for this task: {fault}", bool(host_fault(fault)))
         env = env_spec.try_make(task)
         if seats is not None:
-            others: OtherSeats = seats(key, task, env, session)
-            more["others"] = others
+            more["others"] = seats(key, task, env, session)
         of_row = row_sampling(env_spec, sampling, task)
         return await Episode(
             key, task, env, session, renderer, of_row, limits, temperature_scale, record_masked, **more
@@ -137,6 +144,7 @@ class DistributedPlay:
         count: int,
     ) -> None:
         self.here, self.settings, self.count = here, settings, count
+        self.crossing = CROSSING - ({"support", "with_hint"} if settings.helper else set())  # a helper answers here
         there = replace(settings, env_processes=1)
         self._number = next(_numbers)
         self._setup = pickle.dumps((SETUP, self._number, (os.getcwd(), there, tokenizer, sampling, record_masked)))
@@ -146,7 +154,7 @@ class DistributedPlay:
     async def __call__(
         self, key: str, task: Task, session: Session, temperature_scale: float = 1.0, **more: Any
     ) -> Trajectory:
-        if not more.keys() <= CROSSING:
+        if not more.keys() <= self.crossing:
             return await self.here(key, task, session, temperature_scale, **more)
         turns = list[tuple[list[int], Completion]]()  # what was sampled so far, and behind which ids
         suspect, reasons = False, list[str]()

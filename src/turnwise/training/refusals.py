@@ -418,10 +418,8 @@ def requirements(plan: RunPlan) -> Iterator[str]:
         if word in FLAGS:
             model, rows = word in ("teacher", "helper"), (s.data if s.offline else s.demos) or s.demos
             if not (getattr(s, word) if model else rows):
-                also = "; with --reward the rows of --data are prompts, so leave --reward out" * bool(
-                    s.data and not model
-                )
-                yield f"{s.title} learns from {'a ' * model}{word}; write {FLAGS[word][1]}{also}"
+                rows = "; with --reward the rows of --data are prompts, so leave --reward out" if s.data else ""
+                yield f"{s.title} learns from {'a ' * model}{word}; write {FLAGS[word][1]}{'' if model else rows}"
             continue
         if s.offline:
             continue  # the file provides it or not; no environment is involved
@@ -451,7 +449,7 @@ def requirements(plan: RunPlan) -> Iterator[str]:
                 f"--env {s.env},deterministic=true if they have none (in a class of your own: deterministic = True, or a "
                 "snapshot() and restore())"
             )
-        given = (word == "solutions" and s.solutions) or (word == "tools" and s.tools)
+        given = {"solutions": s.solutions, "tools": s.tools, "hints": s.helper}.get(word)
         if provides is not None and not given and not provides(env_spec.env_class):
             able = [name for name in environments.BUILT_IN if name != s.env and provides(environments.load(name))]
             others = f" (or {', '.join(able[1:])})" if able[1:] else ""
@@ -536,7 +534,7 @@ def _unread_flags(plan: RunPlan) -> Iterator[str]:
     for word, value, read in (
         ("demonstrations", s.demos, learns_from_files),
         ("teacher", s.teacher, "teacher" in requires),
-        ("helper", s.helper, "helper" in requires),
+        ("helper", s.helper, bool(requires & {"helper", "hints"})),
     ):
         if value and not read:
             yield f"{s.title} does not learn from {word}; leave --{FLAGS[word][0]} out, or take another method"

@@ -306,7 +306,7 @@ class Trainer:
             generator,
             TaskFeed.open(self.recipe, self.plan.data.tasks()),
             ledger,
-            build.make_play(self.env_spec, self.renderer, build.sampling_settings(s), masked, seats),
+            build.make_play(self.env_spec, self.renderer, build.sampling_settings(s), masked, seats, self.helper),
             s.seed,
             StalenessPolicy(s.staleness.limit, s.staleness.late),
             s.max_draws,

@@ -106,11 +106,11 @@ def r3l(tier: int = 1, diagnosis: str = "reflection") -> Strategy:
     return HintedRetry(tier, diagnosis)
 
 
-def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verifier") -> Strategy:
+def scope(repairs: int = 1, tier: int = 1, diagnosis: str = "verdicts", below: float = 0.5) -> Strategy:
     """SCOPE (step-wise correction): a failed rollout keeps its turns before the first error; a verified repair replaces the rest.
 
     Paper: Recycling Failures (SCOPE), arXiv 2602.24110."""
-    return RepairedAttempts(repairs, tier, diagnosis)
+    return RepairedAttempts(repairs, tier, diagnosis, below)
 
 
 def a2fm(openings: str = "answer:|<tool_call>", forced: int = 2) -> Strategy:

@@ -453,8 +453,8 @@ def r3l(alpha: float = 3.0, best: float = 1.0, perfect: float = 1.0, tau: float 
 
     Paper: Reflect-then-Retry RL with Language-Guided Exploration, arXiv 2601.03715.
     Settings: alpha 3, group of 8 with its retries; perfect 1 as in its code (its text says alpha).
-    Deviation: the environment's verifier names the pivot and its hint is the advice; the paper's policy reflects, and learns to.
-    `--strategy branch` forks where a first token is uncertain instead, and needs no hint."""
+    Deviation: the environment's verifier names the pivot and its hint is the advice; the paper's policy reflects, which
+    `--strategy r3l --helper policy` does. `--strategy branch` forks where a first token is uncertain, and needs no hint."""
     return Recipe(
         advantage=AmplifiedPositive(SoftBaseline(tau, value=PathReturn()), PathReturn(), alpha, best, perfect),
         ratio=OnPolicy(),

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from turnwise.core.limits import Declared, choice, number
 from turnwise.core.protocols import Session
-from turnwise.core.records import Completion, Group, Sampling, Status, Stop, Trajectory
+from turnwise.core.records import Completion, Group, Message, Sampling, Status, Stop, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.errors import ContextOverflow, RecipeError
-from turnwise.rewards.judge import REFLECTION_TOKENS, Reflection, reflection_question
+from turnwise.rewards.judge import REFLECTION_TOKENS, Reflection, StepVerdicts, reflection_question, step_question
 from turnwise.rollout.episode import ForkPoint, inside_turn
 from turnwise.rollout.strategies import GroupRequest, Strategy, close, park, succeeded
 from turnwise.rollout.support import Support
@@ -607,7 +606,8 @@ async def attempt(request: GroupRequest, i: int, session: Session) -> GrownEpiso
     return GrownEpisode(trajectory, points)
 
 
-REFLECTION = "reflection"
+REFLECTION, VERDICTS = "reflection", "verdicts"  # diagnoses of a helper
+Read = TypeVar("Read")
 
 
 class HintedRetry(Strategy):
@@ -649,28 +649,46 @@ class HintedRetry(Strategy):
 
 async def reflect(request: GroupRequest, episode: GrownEpisode, session: Session) -> Reflection | None:
     """What the helper says of an attempt; None where there is nothing to read, or no answer. ``session`` plays next."""
+    return await asked_about(request, episode, session, reflection_question, Reflection.read, temperature=1.0)
+
+
+async def asked_about(
+    request: GroupRequest,
+    episode: GrownEpisode,
+    session: Session,
+    question: Callable[[Sequence[Message], int], list[Message]],
+    read: Callable[[str, int], Read],
+    temperature: float = 0.0,
+) -> Read | None:
+    """What the helper answers to a question about an attempt and its steps."""
     assert request.helper is not None, "a strategy that asks requires a helper"
     steps = len(episode.points[: len(episode.trajectory.turns)])
     if episode.trajectory.status == Status.FAILED or not steps:
         return None
     session.unpark()  # batches of a deterministic generator must not depend on how long an answer takes
-    read = partial(Reflection.read, steps=steps)
-    question = reflection_question(episode.trajectory.messages, steps)
-    answer = await request.helper.ask(question, read, REFLECTION_TOKENS, temperature=1.0)
+    answer = await request.helper.ask(
+        question(episode.trajectory.messages, steps), lambda reply: read(reply, steps), REFLECTION_TOKENS, temperature
+    )
     request.helper.count("failed", float(bool(answer.failure)))
-    return None if answer.failure else read(answer.text)
+    return None if answer.failure else read(answer.text, steps)
 
 
 class RepairedAttempts(Strategy):
-    """All of a group are attempts. Up to ``repairs`` failed ones are continued from their first error with hints up to ``tier``;
-    a repair that succeeds takes the place of its attempt, with the attempt's own turns before the error."""
+    """All of a group are attempts. Up to ``repairs`` failed ones are continued from their first error: the first step that a
+    helper scores below ``below``, with its correction (``verdicts``), or the turn that another ``diagnosis`` finds, with hints up
+    to ``tier``. Neither stands in the record. A repair that succeeds takes the place of its attempt, with the attempt's own
+    turns before the error."""
 
     repairs: int = number(1, least=0)
     tier: int = number(1, least=1)
-    diagnosis: str = choice(*DIAGNOSES)
+    diagnosis: str = choice(VERDICTS, *DIAGNOSES)
+    below: float = number(0.5, above=0, most=1)
 
-    requirements = frozenset({"forks", "hints"})
     reads_rewards = True
+
+    @property
+    def requirements(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"forks", "helper" if self.diagnosis == VERDICTS else "hints"})
 
     def begin(self, request: GroupRequest) -> Coroutine[Any, Any, Group]:
         return self._grow(request, request.sessions(), request.sessions(self.repairs, RETRY))
@@ -678,19 +696,33 @@ class RepairedAttempts(Strategy):
     async def _grow(self, request: GroupRequest, sessions: list[Session], spare: list[Session]) -> Group:
         park(spare)
         tried = await asyncio.gather(*(attempt(request, i, s) for i, s in enumerate(sessions)))
-        members = [g.trajectory for g in tried]
-        broken = [(i, first_error(g, self.diagnosis)) for i, g in enumerate(tried) if not succeeded(g.trajectory)]
-        chosen = [(i, point) for i, point in broken if point is not None][: self.repairs]
-        close(spare[len(chosen) :])
-        support = Support(tier=self.tier, recorded=False)
-        plays = [
-            request.play(request.key(RETRY + i), request.task, s, fork_from=point, support=support)
-            for (i, point), s in zip(chosen, spare)
-        ]
-        for (i, point), repair in zip(chosen, await asyncio.gather(*plays)):  # ids say whose place a repair takes
-            if succeeded(repair) and point is not None:
+        members, left = [g.trajectory for g in tried], list(spare)
+        plays: dict[int, tuple[ForkPoint, Coroutine[Any, Any, Trajectory]]] = {}
+        for i, episode in enumerate(tried):
+            error = None if not left or succeeded(episode.trajectory) else await self._error(request, episode, left[0])
+            if error is not None:
+                key = request.key(RETRY + i)  # says whose place it takes
+                play = request.play(key, request.task, left.pop(0), fork_from=error[0], support=error[1])
+                plays[i] = error[0], play
+        close(left)
+        repairs = await asyncio.gather(*(play for _, play in plays.values()))
+        for (i, (point, _)), repair in zip(plays.items(), repairs):
+            if succeeded(repair):
                 members[i] = grafted(members[i], repair, point)
         return request.grown(members)
+
+    async def _error(
+        self, request: GroupRequest, episode: GrownEpisode, session: Session
+    ) -> tuple[ForkPoint, Support] | None:
+        """Where a failed attempt is to be continued, and with which help."""
+        if self.diagnosis == VERDICTS:
+            verdicts = await asked_about(request, episode, session, step_question, StepVerdicts.read)
+            step = None if verdicts is None else verdicts.first_wrong(self.below)
+            if verdicts is None or step is None:
+                return None
+            return episode.points[step], Support(text=verdicts.correction, title="correction", recorded=False)
+        point = first_error(episode, self.diagnosis)
+        return None if point is None else (point, Support(tier=self.tier, recorded=False))
 
 
 def grafted(parent: Trajectory, child: Trajectory, point: ForkPoint) -> Trajectory:
