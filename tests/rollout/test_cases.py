@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.outcomes import episode
@@ -99,3 +102,64 @@ def test_similarity(a, b):
     one, two = Counter(a), Counter(b)
     assert -1e-9 <= cosine(one, two) <= 1 + 1e-9 and abs(cosine(one, two) - cosine(two, one)) < 1e-12
     assert not a or abs(cosine(one, one) - 1) < 1e-9
+
+
+# ------------------------------------------------------------------- learned retrieval
+
+
+def shown_to(live, question, n, *successes):
+    """A group of task ``n`` that sees cases, and what became of its episodes."""
+    group = finished(n, question, False)
+    support = live.support(group)
+    guided = tuple(told(f"{n}.{i + 1}", group.task, question, s, support.label) for i, s in enumerate(successes))
+    live.observe(replace(group, trajectories=(*group.trajectories, *guided)))
+    return support
+
+
+def test_the_weights_are_those_of_logistic_regression():
+    """Written out: features bias, likeness, solved, one for each common word; one step for each episode and case."""
+    live = piece("guidance", "memento,cases=2,rate=0.5").open(0)
+    live.observe(finished(1, "red one", True))
+    live.observe(finished(2, "blue one", False))
+    shown_to(live, "red one two", 3, True, False)
+    alike = [2 / (2 * 3) ** 0.5, 1 / (2 * 3) ** 0.5]  # cosines of 0/1 word counts
+    names = ["likeness", "", "solved", "both one", "both red"]
+    rows = [[alike[0], 1, 1, 1, 1], [alike[1], 1, 0, 1, 0]]  # the more alike first
+    w = [1.0, 0, 0, 0, 0]
+    for label in (1.0, 0.0):
+        for x in rows:
+            q = 1 / (1 + math.exp(-sum(a * b for a, b in zip(w, x))))
+            w = [a + 0.5 * (label - q) * b for a, b in zip(w, x)]
+    assert [live.weights[name] for name in names] == pytest.approx(w, rel=1e-12)
+
+
+def test_cases_that_help_come_first_and_those_that_do_not_last():
+    live = piece("guidance", "memento,cases=1,rate=0.5").open(0)
+    live.observe(finished(1, "red one", True))
+    live.observe(finished(2, "blue one", True))
+    assert "did 1.0" in shown_to(live, "red blue red", 90).text, "at first the most similar"
+    for n in range(100, 120):  # tasks with "red" that see a case with "red" fail, those with "blue" succeed
+        shown_to(live, "red red", n, False)
+        live.stored.pop(f"t/train/1/{n}")
+        shown_to(live, "blue blue", n, True)
+        live.stored.pop(f"t/train/1/{n}")
+    live.stored.pop("t/train/1/90")
+    assert "did 2.0" in live.support(finished(91, "red blue red", False)).text
+
+
+def test_without_a_rate_nothing_is_learned():
+    plain, zero = (piece("guidance", spec).open(0) for spec in ("memento", "memento,rate=0"))
+    for live in (plain, zero):
+        live.observe(finished(1, "red one", True))
+        shown_to(live, "red", 2, True, False)
+        assert live.weights == {"likeness": 1.0} and not live.shown
+
+
+def test_what_was_learned_survives_a_resume():
+    live = piece("guidance", "memento,rate=0.5").open(0)
+    live.observe(finished(1, "red one", True))
+    shown_to(live, "red", 2, True)
+    live.support(finished(3, "red", False))
+    again = piece("guidance", "memento,rate=0.5").open(0)
+    again.load_state_dict(json.loads(json.dumps(live.state_dict())))
+    assert (again.weights, again.shown) == (live.weights, live.shown) and again.shown and len(again.weights) > 1

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.core.limits import Declared, number
 from turnwise.core.protocols import Session
-from turnwise.core.records import Group, Trajectory
+from turnwise.core.records import Group, Status, Trajectory
 from turnwise.core.seeds import stable_seed
 from turnwise.core.stateful import Stateful, remember
 from turnwise.errors import RecipeError
@@ -26,6 +26,7 @@ from turnwise.rollout.scripted import as_expert
 from turnwise.rollout.strategies import GroupRequest, Strategy, all_failed, close, park, succeeded
 from turnwise.rollout.support import Support
 
+IN_FLIGHT, WEIGHTS = 4096, 65536  # groups whose cases are remembered, and words that have a weight
 GUIDED = 200_000  # index of the first session of guided episodes
 Growing = Coroutine[Any, Any, Group]
 
@@ -562,24 +563,46 @@ class HalfInContext(Guidance):
 @dataclass
 class _CaseMemory(PartOfGroup):
     stored: dict[str, list[Any]] = field(default_factory=dict)  # by task key: first message, dialogue, success
-    saved, sizes = ("counts", "stored"), {"cases": "stored"}
+    weights: dict[str, float] = field(default_factory=lambda: {"likeness": 1.0})  # of the value of a case
+    shown: dict[str, list[dict[str, float]]] = field(
+        default_factory=dict
+    )  # by group: what each shown case had in common
+    saved, sizes = ("counts", "stored", "weights", "shown"), {"cases": "stored"}
 
     def plain(self, size: int) -> int:
         return 0 if size < 2 or not self.rule.cases else 1
 
     def support(self, group: Group) -> Support | None:
-        """The most similar cases as text; ties go to the latest."""
+        """The cases of the highest value as text; ties go to the latest."""
         question = Counter(question_of(group))
         others = [case for key, case in self.stored.items() if key != group.task.key]
-        order = sorted(range(len(others)), key=lambda n: (-cosine(question, Counter(others[n][0].split())), -n))
-        nearest = [others[n] for n in order[: self.rule.cases]]
+        relations = [relation(question, case, self.rule.rate > 0) for case in others]
+        order = sorted(range(len(others)), key=lambda n: (-self.value(relations[n]), -n))[: self.rule.cases]
+        nearest = [others[n] for n in order]
+        remember(self.shown, group.id, [relations[n] for n in order], IN_FLIGHT)
         kinds = (("earlier tasks that were solved:", True), ("earlier tasks that failed, do otherwise:", False))
         parts = [[title, *(shown for _, shown, good in nearest if good == kind)] for title, kind in kinds]
         text = "\n\n".join("\n".join(part) for part in parts if len(part) > 1)
         self.count("groups_with_cases", int(bool(text)))
         return Support(text=text) if text else None
 
+    def value(self, related: Mapping[str, float]) -> float:
+        """Q = σ(w·x): the probability that a case helps a task."""
+        return 1 / (1 + math.exp(-sum(self.weights.get(name, 0.0) * x for name, x in related.items())))
+
+    def learn(self, group: Group) -> None:
+        """A step of cross-entropy for each episode that saw cases: its label is whether it succeeded."""
+        cases = self.shown.pop(group.id, ())
+        for trajectory in group.trajectories:
+            if not trajectory.guidance or trajectory.status == Status.FAILED:
+                continue
+            for related in cases:
+                error = self.rule.rate * (float(succeeded(trajectory)) - self.value(related))
+                for name, x in related.items():
+                    remember(self.weights, name, self.weights.get(name, 0.0) + error * x, WEIGHTS)
+
     def observe(self, group: Group) -> None:
+        self.learn(group)
         members = [t for t in group.trajectories if t.messages and t.fork is None]
         question = next((first_message(t) for t in members if not t.guidance), "")
         if not question:
@@ -596,6 +619,15 @@ class _CaseMemory(PartOfGroup):
         return {**super().metrics(), "guidance/cases_solved": float(solved)}
 
 
+def relation(question: Counter[str], case: Sequence[Any], learned: bool) -> dict[str, float]:
+    """What a case has to do with a task: how alike their first messages are and, where more is learned from, whether it was
+    solved and which words both have."""
+    words = Counter(case[0].split())
+    related = {"likeness": cosine(question, words)}
+    both = sorted(question.keys() & words.keys()) if learned else []
+    return related | ({"": 1.0, "solved": float(case[2])} if learned else {}) | {f"both {word}": 1.0 for word in both}
+
+
 def cosine(a: Counter[str], b: Counter[str]) -> float:
     """Of two word counts, in [0, 1]; 0 where one is empty."""
     norm = math.sqrt(sum(n * n for n in a.values()) * sum(n * n for n in b.values()))
@@ -604,10 +636,13 @@ def cosine(a: Counter[str], b: Counter[str]) -> float:
 
 class CaseMemory(Guidance):
     """The first trajectory of a group is sampled plainly and tells the first message of the task. The prompts of the others show
-    the ``cases`` finished tasks with the most similar first message (cosine of word counts). Each task leaves one case, a success
-    where there is one; the memory holds the last ``size``. The prompt with the cases is recorded and trained under."""
+    the ``cases`` finished tasks of the highest value Q: at first those with the most similar first message (cosine of word
+    counts). With a ``rate`` above 0 it is learned which cases help: logistic regression on likeness, success and common words,
+    one step for each episode and case that it saw. Each task leaves one case, a success where there is one; the memory
+    holds the last ``size``. The prompt with the cases is recorded and trained under."""
 
     live, requirements = _CaseMemory, HELP
     cases: int = number(4, least=0)
     size: int = number(256, least=1)
     longest: int = number(400, least=1)  # characters of one case
+    rate: float = number(0.0, least=0)

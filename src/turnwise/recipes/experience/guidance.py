@@ -76,12 +76,12 @@ def adhint(most: float = 0.8) -> Guidance:
     return HintByDifficulty(most)
 
 
-def memento(cases: int = 4, size: int = 256) -> Guidance:
+def memento(cases: int = 4, size: int = 256, rate: float = 0.0) -> Guidance:
     """Memento (AgentFly's case memory): prompts show similar finished tasks, solved ones to follow and failed ones to avoid.
 
     Paper: AgentFly: Fine-tuning LLM Agents without Fine-tuning LLMs, arXiv 2508.16153.
-    Settings: 4 cases (8 in its code)."""
-    return CaseMemory(cases, size)
+    Settings: 4 cases (8 in its code); rate=0.1 learns which help."""
+    return CaseMemory(cases, size, rate=rate)
 
 
 def xrpo(examples: int = 2, more: int = 0, corpus: int = 256) -> Guidance:
