@@ -81,6 +81,9 @@ def show_summary(summary: Mapping[str, Any]) -> None:
     out.print(
         f"{summary['steps']} steps, {summary['tokens']:,} sampled tokens; {times}; peak {summary['peak_memory_mb']:.0f} MB"
     )
+    for who, counts in summary.get("asked", {}).items():
+        failed = f", {counts['failed']} without an answer" * bool(counts["failed"])
+        out.print(f"{who}: {counts['questions']} questions, {counts['calls']} requests{failed}", markup=False)
     if told := summary.get("mechanism"):
         out.print(f"mechanism: {told}", markup=False, soft_wrap=True)
     if saved := summary.get("checkpoints"):
