@@ -25,9 +25,9 @@ RESULTS = Path(__file__).parent / "results"
 PAGE, PICTURE = ROOT / "docs" / "evidence" / "credit.md", ROOT / "docs" / "images" / "credit-truth.png"
 TRUE, RANDOM = "the true advantage", "random numbers"
 SCORES = ("correlation", "sign", "luck", "bias", "gradient", "exact")
-LEARNING = {  # learning rows: the threshold of docs/results-credit.md, and the report that judges the same environment
-    "credit_keydoor2.jsonl": (0.8, "keydoor"), "credit_keydoor.jsonl": (0.4, "keydoor"),
-    "credit_lookup.jsonl": (0.6, "lookup"), "credit_lookup2.jsonl": (0.5, "lookup"),
+LEARNING = {  # learning rows: the threshold of docs/results-credit.md, and environment and difficulty of the report
+    "credit_keydoor2.jsonl": (0.8, "keydoor", [2]), "credit_keydoor.jsonl": (0.4, "keydoor", [2]),
+    "credit_lookup.jsonl": (0.6, "lookup", [1, 2]), "credit_lookup2.jsonl": (0.5, "lookup", [2, 3]),
 }  # fmt: skip
 Report = dict[str, Any]
 
@@ -92,8 +92,8 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 def predictions(found: list[Report]) -> str:
     lines = ["| learning rows | methods | score | rank correlation with fewer episodes |", "|---|---|---|---|"]
     lot = np.random.default_rng(0)
-    for file, (enough, env) in LEARNING.items():
-        report = next((r for r in found if r["environment"] == env), None)
+    for file, (enough, *where) in LEARNING.items():
+        report = next((r for r in found if [r["environment"], r["difficulty"]] == where), None)
         if report is None:
             continue
         ratios = learned(file, enough)
@@ -157,12 +157,12 @@ def page(found: list[Report], words: str) -> str:
             f"at most {r['unlisted']:.2%} of the answers in a state not listed; A known for {r['known']:.1%} of turns"
         )
         facts = [
-            f"Difficulty {', '.join(map(str, r['difficulty']))}; policy: {r['policy']} ({r['success']:.0%} success)",
+            f"Policy: {r['policy']} ({r['success']:.0%} success)",
             f"{r['batches']} batches of {r['tasks']} groups of {r['group']}, {r['turns']:,} turns", f"truth: {truth}",
             *([] if r["forks"] else [known]), f"seed {r['seed']}, commit `{r['commit']}`",
         ]  # fmt: skip
         parts += [
-            f"## {r['environment']}",
+            f"## {r['environment']}, difficulty {', '.join(map(str, r['difficulty']))}",
             "",
             "; ".join(facts) + ".",
             "",

@@ -190,29 +190,21 @@ def audit(argv: Sequence[str]) -> int:
 
 
 def credit_bench(argv: Sequence[str]) -> int:
-    parser = Parser(
-        "credit-bench",
-        "Score the credit of every method against the true advantage of each turn of a frozen policy, and against the exact "
-        "gradient where the environment can be enumerated.",
-    )
+    parser = Parser("credit-bench", "Score the credit of every method against the true advantage of each turn.")
     parser.add("source", metavar="ENV|RUN", help="an environment, whose cold start is judged; or a run")
     parser.add("--method", default="", metavar="A,B", help="only these methods [all]")
-    parser.add("--forks", type=int, default=0, help="estimate the truth by so many forks of each turn [0: enumerate]")
+    parser.add("--forks", type=int, default=0, help="of each turn, for the truth; 0 enumerates all states [0]")
     parser.add("--tasks", type=int, default=16, help="tasks, with one group in each batch [16]")
     parser.add("--batches", type=int, default=4, help="scored batches [4]")
     parser.add("--states", type=int, default=4000, help="states of a task that are enumerated at most [4000]")
     add_settings(parser, DEFAULT_METHOD, topic="")
     n = parser.parse(argv)
-    names = [name for name in n.method.split(",") if name]
-    for name in names:
-        signatures.check_method(name)
     given = {k: v for k, v in settings_from(n, DEFAULT_METHOD).items() if k not in ("method", "method_options", "out")}
     from turnwise.inspector import credit_bench as bench
 
     with progress(n.json) as listen:
-        report = bench.credit_bench(n.source, given, names, n.forks, n.tasks, n.batches, states=n.states, listen=listen)
-    if n.out:
-        report.save(Path(n.out))
+        report = bench.credit_bench(n.source, given, n.method, n.forks, n.tasks, n.batches, n.states, listen)
+    report.save(n.out)
     show(report, n.json)
     return 0
 

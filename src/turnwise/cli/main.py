@@ -31,45 +31,24 @@ TABLE: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "diff": (catalogue.diff, "compare two methods slot by slot"),
     "check-env": (catalogue.check_env, "test an environment by playing it and report its problems"),
     "check-agent": (runs.check_agent, "try an agent with scripted policies for a model and report its problems"),
-    "check-method": (
-        catalogue.check_method,
-        "test a method's gradient, invariances and finiteness on synthetic trajectories",
-    ),
+    "check-method": (catalogue.check_method, "test a method's gradient and invariances on synthetic trajectories"),
     "export": (runs.export, "write episodes of a run, or of an environment's scripted policies, as training rows"),
     "push": (runs.push, "upload the model of a finished run, or its adapter, with a model card"),
     "model": (catalogue.model, "download a model by name, or list the available ones"),
-    "bench": (
-        catalogue.bench,
-        "measure generation, learning and whole steps here, against other libraries and hardware limits",
-    ),
+    "bench": (catalogue.bench, "measure generation, learning and whole steps, against libraries and hardware limits"),
     "status": (looks.status, "say what a run is doing: who waits for whom, throughput, what holds it up"),
-    "view": (
-        looks.view,
-        "open a local page about runs: curves, why a token got its gradient, what another method would have done",
-    ),
+    "view": (looks.view, "open a local page about runs: curves, why a token got its gradient, another method's"),
     "doctor": (looks.doctor, "say what is wrong with a run, with evidence and the setting to change"),
     "replay": (looks.replay, "take one step of a run again, bit for bit or with another method"),
-    "compare": (
-        looks.compare,
-        "compare methods, or finished runs: paired seeds, equal token budgets, a stated error rate",
-    ),
+    "compare": (looks.compare, "compare methods or runs: paired seeds, equal token budgets, a stated error rate"),
     "sweep": (looks.sweep, "the same over a grid of settings"),
     "evidence": (looks.evidence, "decide claims of papers by paired runs: play, repeat and check rows, print verdicts"),
     "search": (looks.search, "find what beats a method here, and confirm it on fresh seeds"),
-    "audit": (
-        looks.audit,
-        "print where the losses of TRL or verl, or a dumped batch, deviate from the recipe in float64",
-    ),
+    "audit": (looks.audit, "print where losses of TRL or verl, or a dumped batch, deviate from the recipe"),
     "credit-bench": (looks.credit_bench, "score the credit of every method against the true advantage of each turn"),
-    "probe-reward": (
-        looks.probe_reward,
-        "attack an environment's reward and show the best-paid behaviour that is wrong",
-    ),
+    "probe-reward": (looks.probe_reward, "attack an environment's reward and show what wrong behaviour it pays best"),
     "bisect": (looks.bisect, "name the first step, task, token and field at which two runs part"),
-    "mcp": (
-        mcp_server.mcp,
-        "let a coding agent start, watch, diagnose and compare runs, by the Model Context Protocol",
-    ),
+    "mcp": (mcp_server.mcp, "let a coding agent start, watch, diagnose and compare runs (Model Context Protocol)"),
 }
 FUNCTIONS = {name: function for name, (function, _) in TABLE.items()}
 COMMANDS = {name: about for name, (_, about) in TABLE.items()}

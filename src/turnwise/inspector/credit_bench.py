@@ -40,6 +40,7 @@ from turnwise.environments.contract import read_messages, read_step
 from turnwise.errors import EnvironmentFault, SettingError
 from turnwise.evaluation.evaluator import evaluate
 from turnwise.maths.statistics import wilson
+from turnwise.recipes import signatures
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import ForkPoint
 from turnwise.rollout.renderer import Dialogue, Renderer
@@ -518,13 +519,13 @@ class CreditReport:
         plain = lambda v: [None if x != x else x for x in v] if isinstance(v, list) else v  # noqa: E731
         return {**self.facts, "rows": [{name: plain(value) for name, value in row.items()} for row in self.rows]}
 
-    def save(self, folder: Path) -> Path:
-        """The report as a file of the folder, named after the environment."""
+    def save(self, folder: str) -> None:
+        """The report as a file of the folder, where one is given, named after the environment."""
+        if not folder:
+            return
         name = re.sub(r"\W+", "-", f"{self.facts['environment']}{'-forks' * bool(self.facts['forks'])}")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"credit-{name}.json"
-        write_json(path, self.as_dict())
-        return path
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_json(Path(folder) / f"credit-{name}.json", self.as_dict())
 
     def text(self) -> str:
         names = [name for name in SCORES if any(name in row for row in self.rows)]
@@ -553,10 +554,13 @@ def start(source: str, settings: Settings, folder: Path | None, tasks: int, list
 
 
 def credit_bench(
-    source: str, given: Mapping[str, Any], methods: Sequence[str] = (), forks: int = 0, tasks: int = 16, batches: int = 4,
+    source: str, given: Mapping[str, Any], methods: str = "", forks: int = 0, tasks: int = 16, batches: int = 4,
     states: int = 4000, listen: Listener = silent,
 ) -> CreditReport:  # fmt: skip
     """``source``: a run, or an environment whose cold start is judged. ``forks``: of each turn; 0 enumerates."""
+    names = methods.split(",") if methods else [*recipes.METHODS]
+    for name in names:
+        signatures.check_method(name)
     if forks and forks < 4:
         raise SettingError(f"--forks is {forks}; write at least 4, half of them for each estimate, or 0 to enumerate")
     run = (Path(source) / "run.json").is_file()
@@ -588,7 +592,7 @@ def credit_bench(
     ends = {TRUE: turns.truth.mean(0), RANDOM: lot.standard_normal(len(rows))}
     out = [{"method": k, "note": "", **score([score.of_tokens(b, x) for b in range(batches)])} for k, x in ends.items()]
     learner = engines.make_learner(settings, copy.deepcopy(bench.model), recipes.build("grpo"))
-    names, plain = methods or tuple(recipes.METHODS), {"env": settings.env, "difficulty": settings.difficulty}
+    plain = {"env": settings.env, "difficulty": settings.difficulty}
     with events.stage("methods", len(names), "methods"):
         out += [one_method(name, plain, learner, packed, score) for name in names]
     outcomes = [t.solved for each in groups for group in each for t in group.trajectories]
