@@ -167,7 +167,10 @@ class World:
                 for ids, chance in answers.items():
                     place.answers[ids] = (chance / total, *self._step(place, ids))
                 if len(self.places) > most:
-                    raise SettingError(f"more than {most} states of {task.key} can be reached")
+                    raise SettingError(
+                        f"more than {most} states of {task.key} can be reached; write --forks 16, a lower --difficulty or more "
+                        "--states"
+                    )
             frontier = list(self.places.values())[known:]
             if not frontier:
                 break
