@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 PAGE, PICTURE = ROOT / "docs" / "evidence" / "credit.md", ROOT / "docs" / "images" / "credit-truth.png"
 TRUE, RANDOM = "the true advantage", "random numbers"
-SCORES = ("correlation", "sign", "luck", "bias", "gradient", "exact")
+SCORES = (
+    "correlation",
+    "sign",
+    "gradient",
+    "exact",
+)  # luck and bias of the rows of 2026-11-19 took siblings for independent
 LEARNING = {  # learning rows: the threshold of docs/results-credit.md, and environment and difficulty of the report
     "credit_keydoor2.jsonl": (0.8, "keydoor", [2]), "credit_keydoor.jsonl": (0.4, "keydoor", [2]),
     "credit_lookup.jsonl": (0.6, "lookup", [1, 2]), "credit_lookup2.jsonl": (0.5, "lookup", [2, 3]),
@@ -113,6 +118,8 @@ def predictions(found: list[Report]) -> str:
             lines.append(
                 f"| `{file}` ({', '.join(shared)}) | {len(shared)} | {name} | {drawn[0]:.2f} [{low:.2f}, {high:.2f}] |"
             )
+    if len(lines) == 2:
+        return "Open: no report yet of an environment and difficulty that has learning rows with several seeds (n = 0)."
     return "\n".join(lines)
 
 

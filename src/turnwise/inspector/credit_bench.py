@@ -419,8 +419,7 @@ class Scorer:
         draw = np.random.default_rng(self.seed).multinomial(self.tasks, [1 / self.tasks] * self.tasks, DRAWS)
         self.weights = np.concatenate([np.ones((1, self.tasks)), draw])  # the estimate first
         t = self.turns
-        visits = np.bincount(t.cell, weights=t.known)
-        self.again = t.known & (visits[t.cell] > 1)
+        self.again = t.known & (self._visits(t.known * 1.0)[1] > 0)[t.cell]
         truths = [self.gradients([self.of_tokens(b, np.where(t.known, a, 0.0)) for b in range(len(self.batches))])
                   for a in t.truth]  # fmt: skip
         self.true = [(a + b) / 2 for a, b in zip(*truths)]
@@ -461,7 +460,7 @@ class Scorer:
         wrong = self._sums(error * t.signed) / self._sums(t.signed * 1.0)
         again = self._moments(c, self.again)
         spread = again["cc"] - again["c"] ** 2
-        luck = self._within(c) / np.where(spread > 0, spread, np.nan)
+        luck = 1 - (self._repeated(c) - again["c"] ** 2) / np.where(spread > 0, spread, np.nan)
         bias = 1 - _correlation(again) ** 2 / np.where(luck < 1 - 1e-9, 1 - luck, np.nan)
         given = self.gradients(credit)
         columns = {"correlation": r, "sign": wrong, "luck": luck, "bias": bias}
@@ -479,12 +478,19 @@ class Scorer:
         products = {"a": (a + b) / 2, "aa": a * b, "c": c, "cc": c * c, "ca": c * (a + b) / 2}
         return {name: self._sums(x) / n for name, x in products.items()}
 
-    def _within(self, c: np.ndarray) -> np.ndarray:
-        """The variance of the credit among visits of the same answer in the same state."""
-        cell, which = self.turns.cell, self.again * 1.0
-        n = np.maximum(np.bincount(cell, weights=which), 1)
-        mean = np.bincount(cell, weights=c * which) / n
-        return self._sums((c - mean[cell]) ** 2 * which * (n / np.maximum(n - 1, 1))[cell]) / self._sums(which)
+    def _visits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each cell, the sum of x and its products between batches: siblings of a group are not independent, batches are."""
+        t, count = self.turns, len(self.batches)
+        by_batch = np.bincount(t.cell * count + t.batch, weights=x, minlength=count * (t.cell.max() + 1)).reshape(
+            -1, count
+        )
+        return by_batch.sum(1), by_batch.sum(1) ** 2 - (by_batch**2).sum(1)
+
+    def _repeated(self, c: np.ndarray) -> np.ndarray:
+        """The mean square of what a credit is on average for an answer in a state: of two visits in different batches, c · c'."""
+        which = self.again * 1.0
+        square = self._visits(c * which)[1] / np.maximum(self._visits(which)[1], 1)
+        return self._sums(square[self.turns.cell] * which) / self._sums(which)
 
     def _cosine(self, given: Sequence[Tensor], true: Sequence[Tensor], true_size: Sequence[Tensor]) -> np.ndarray:
         """The mean over batches of the cosine, for each draw of tasks."""
