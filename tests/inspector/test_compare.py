@@ -251,6 +251,18 @@ def test_arms_that_cannot_run_here_are_refused_with_their_label():
         arms_of(method_variants(["grpo", "gigpo"]), {"env": "countdown"})
 
 
+def test_rows_of_real_runs_are_compared_and_searched(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"arm": arm, "seed": n, "ends": [0.2, level + rng.normal(0, 0.05)], "tokens": 4000}
+            for n in range(80) for arm, level in (("equal", 0.6), ("still", 0.2))]  # fmt: skip
+    (tmp_path / "rows-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {(row["what"], row.get("planted")): row for row in simulation.real_rows(str(tmp_path), 20, 10)}
+    assert (
+        table["real comparison", "ties"]["false"] <= 0.2 and table["real comparison", "b does not learn"]["seen"] > 0.9
+    )
+    assert table["real search", "ties"]["false"] <= 0.2 and table["real search", "only arm3 learns"]["seen"] > 0.9
+
+
 # ----------------------------------------------------------------- search
 
 
