@@ -2,9 +2,9 @@
 
     python experiments/credit_truth.py        writes docs/evidence/credit.md and its picture
 
-The learning rows are those of ``credit_efficiency.py`` with several seeds: for each method, how many episodes it needed compared
-with grpo from the same cold starts. A prediction is a rank correlation between a score and that ratio over methods; its interval
-redraws the seeds of the learning runs.
+Learning rows are those of ``experiments/evidence/rows.jsonl`` in the environment of a report: for each method, the mean success
+over a run, seed by seed. A prediction is the rank correlation of a score with it over methods. Its interval redraws the seeds,
+which all methods share; p is the share of orders of the methods that would correlate as much.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from credit_efficiency import episodes_until, read  # noqa: E402
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from experiments.evidence import rows as evidence_rows  # noqa: E402
+from experiments.evidence.claims import average  # noqa: E402
+from turnwise.inspector.credit_bench import RANDOM, SCORES, TRUE  # noqa: E402
+
 RESULTS = Path(__file__).parent / "results"
+ROWS = Path(__file__).parent / "evidence" / "rows.jsonl"
 PAGE, PICTURE = ROOT / "docs" / "evidence" / "credit.md", ROOT / "docs" / "images" / "credit-truth.png"
-TRUE, RANDOM = "the true advantage", "random numbers"
-SCORES = (
-    "correlation",
-    "sign",
-    "gradient",
-    "exact",
-)  # luck and bias of the rows of 2026-11-19 took siblings for independent
-LEARNING = {  # learning rows: the threshold of docs/results-credit.md, and environment and difficulty of the report
-    "credit_keydoor2.jsonl": (0.8, "keydoor", [2]), "credit_keydoor.jsonl": (0.4, "keydoor", [2]),
-    "credit_lookup.jsonl": (0.6, "lookup", [1, 2]), "credit_lookup2.jsonl": (0.5, "lookup", [2, 3]),
-}  # fmt: skip
+SEEDS = 4  # of a method, at least, that all methods of a bed share
+PLAIN = {"trainer": "", "arguments": {}}  # a method as it is named, trained as usual
 Report = dict[str, Any]
 
 
@@ -77,15 +71,16 @@ def without(report: Report) -> str:
     return "\n".join(f"- {reason}: {names(rows, 99)}" for reason, rows in most_first)
 
 
-def learned(file: str, enough: float) -> dict[str, list[float]]:
-    """By method with at least four seeds, the log of its episodes over grpo's, seed by seed."""
-    rows = [row for row in read([RESULTS / file]) if "error" not in row]
-    cost = {(r["method"], r["seed"]): episodes_until(r["curve"], enough) or r["curve"][-1][0] for r in rows}
-    ratios: dict[str, list[float]] = {}
-    for (method, seed), episodes in cost.items():
-        if ("grpo", seed) in cost:
-            ratios.setdefault(method, []).append(float(np.log(episodes / cost["grpo", seed])))
-    return {method: each for method, each in ratios.items() if len(each) >= 4}
+def learned(rows: list[Any], environment: str) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
+    """By bed and difficulty of that environment: of each plain method the mean success over a run, seed by seed."""
+    beds: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        asked = row["settings"]
+        plain = {key: row[key] for key in PLAIN} == PLAIN and not asked.get("method_options") and not asked.get("credit")
+        if asked["env"] == environment and plain and "measured" in row:
+            methods = beds.setdefault((row["bed"], ", ".join(map(str, asked["difficulty"]))), {})
+            methods.setdefault(asked["method"], {}).setdefault(asked["seed"], average(row))
+    return beds
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -94,32 +89,38 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(*ranks)[0, 1]) if all(np.ptp(r) > 0 for r in ranks) else float("nan")
 
 
-def predictions(found: list[Report]) -> str:
-    lines = ["| learning rows | methods | score | rank correlation with fewer episodes |", "|---|---|---|---|"]
-    lot = np.random.default_rng(0)
-    for file, (enough, *where) in LEARNING.items():
-        report = next((r for r in found if [r["environment"], r["difficulty"]] == where), None)
-        if report is None:
-            continue
-        ratios = learned(file, enough)
-        for name in ("correlation", "exact", "gradient"):
-            rows = [row for row in report["rows"] if row.get(name) and row[name][0] is not None]
-            by_method = {row["method"]: row[name][0] for row in rows}
-            shared = [method for method in ratios if method in by_method]
-            if len(shared) < 3:
-                continue
-            score = np.array([by_method[method] for method in shared])
-            drawn = []
-            for draw in range(1001):
-                seeds = [np.array(ratios[method]) for method in shared]
-                picks = [x[lot.integers(len(x), size=len(x))] if draw else x for x in seeds]
-                drawn.append(rank_correlation(score, -np.array([p.mean() for p in picks])))
-            low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
-            lines.append(
-                f"| `{file}` ({', '.join(shared)}) | {len(shared)} | {name} | {drawn[0]:.2f} [{low:.2f}, {high:.2f}] |"
-            )
+def prediction(score: np.ndarray, learned: np.ndarray) -> tuple[float, float, float, float]:
+    """Rank correlation of scores, [methods], with the mean of what was learned, [methods, seeds]; its interval, and p."""
+    lot, seeds = np.random.default_rng(0), learned.shape[1]
+    drawn = [rank_correlation(score, learned[:, lot.integers(seeds, size=seeds)].mean(1)) for _ in range(2000)]
+    mean = learned.mean(1)
+    orders = np.array([rank_correlation(score, lot.permutation(mean)) for _ in range(2000)])
+    estimate = rank_correlation(score, mean)
+    p = float((np.abs(orders) >= abs(estimate) - 1e-9).mean())
+    return estimate, *(float(q) for q in np.nanquantile(drawn, [0.025, 0.975])), p
+
+
+def predictions(found: list[Report], rows: list[Any]) -> str:
+    lines = ["| report | learning rows | methods | seeds | score | rank correlation with mean success | p |", "|---" * 7 + "|"]
+    for report in found:
+        for (bed, level), methods in learned(rows, report["environment"]).items():
+            methods = {method: seeds for method, seeds in methods.items() if len(seeds) >= SEEDS}
+            for name in ("correlation", "gradient", "exact"):
+                values = {row["method"]: row[name][0] for row in report["rows"] if row.get(name, [None])[0] is not None}
+                shared = [method for method in methods if method in values]
+                seeds = sorted(set.intersection(*({*methods[method]} for method in shared))) if shared else []
+                if len(shared) < 3 or len(seeds) < SEEDS:
+                    continue
+                score = np.array([values[method] for method in shared])
+                table = np.array([[methods[method][seed] for seed in seeds] for method in shared])
+                if np.ptp(score):
+                    rho, low, high, p = prediction(score, table)
+                    there = f"{report['environment']} {', '.join(map(str, report['difficulty']))}, {report['policy']}"
+                    each = ", ".join(f"`{method}` {values[method]:.2f} → {x:.0%}" for method, x in zip(shared, table.mean(1)))
+                    lines.append(f"| {there} | [{bed}]({bed}.md), difficulty {level}: {each} | {len(shared)} | {len(seeds)} "
+                                 f"| {name} | {rho:.2f} [{low:.2f}, {high:.2f}] | {p:.2f} |")  # fmt: skip
     if len(lines) == 2:
-        return "Open: no report yet of an environment and difficulty that has learning rows with several seeds (n = 0)."
+        return f"Open: no environment has both a report and three methods with learning rows of {SEEDS} shared seeds (n = 0)."
     return "\n".join(lines)
 
 
@@ -155,7 +156,7 @@ def draw(found: list[Report]) -> None:
     figure.savefig(PICTURE, dpi=110)
 
 
-def page(found: list[Report], words: str) -> str:
+def page(found: list[Report], words: str, rows: list[Any]) -> str:
     """The generated part: everything behind the marker of the page."""
     parts = [words.rstrip(), ""]
     for r in found:
@@ -180,7 +181,7 @@ def page(found: list[Report], words: str) -> str:
             without(r),
             "",
         ]
-    parts += ["## Does the score predict sample efficiency?", "", predictions(found), ""]
+    parts += ["## Does the score predict sample efficiency?", "", predictions(found, rows), ""]
     return "\n".join(parts)
 
 
@@ -191,7 +192,8 @@ def main() -> None:
     found = reports()
     before = PAGE.read_text() if PAGE.is_file() else f"# The truth about credit\n\n{MARK}\n"
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(found, before.split(MARK)[0] + MARK))
+    rows = [row for row in evidence_rows.read(ROWS) if "measured" in row and not evidence_rows.stale(row)]
+    PAGE.write_text(page(found, before.split(MARK)[0] + MARK, rows))
     draw(found)
 
 
