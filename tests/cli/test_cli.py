@@ -120,7 +120,7 @@ def test_a_setting_may_have_the_name_it_has_in_trl(capsys, tmp_path):
 
 def test_diff(capsys):
     assert main(["diff", "grpo", "gspo", "--json"]) == 0
-    assert {row["slot"] for row in json.loads(capsys.readouterr().out)} == {"ratio", "gate", "penalties"}
+    assert {row["slot"] for row in json.loads(capsys.readouterr().out)} == {"ratio", "gate", "penalties", "control"}
     assert main(["diff", "grpo", "grpo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["diff", "grpo", "grpo"]) == 0

@@ -55,6 +55,7 @@ async def takes_a_prompt(prompt):
 async def yields(task, client):
     yield 1.0
 async def agent(task, client):
+    await client.chat.completions.create(messages=task.messages)
     return 1.0
 class AgentClass:
     def __init__(self, task, client):

@@ -69,4 +69,5 @@ def test_an_agent_has_no_prompt_to_rank_by(tmp_path):
 
 
 async def _agent(task, client):
+    await client.chat.completions.create(messages=task.messages)
     return 0.0

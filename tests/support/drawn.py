@@ -169,6 +169,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {  # settings that change neither advanta
     "dart": {"easy": "tests/tasks", "pool": "tests/tasks"},
     "aepo": dict.fromkeys(("target", "hot", "cold", "share"), "tests/rollout"),
     "scale_rl": {"solved": "tests/tasks"},
+    "hapo": {"tau": "tests/rollout/test_token_temperature.py"},
+    "t_ppo": {"window": "tests/rollout/test_windows.py"},
     "adhint": {"most": "tests/rollout/test_guidance.py"},
     "trimpi": dict.fromkeys(("share", "tier"), "tests/rollout/test_late_starts.py"),
     "a2fm": dict.fromkeys(("openings", "forced"), "tests/rollout/test_modes.py"),
