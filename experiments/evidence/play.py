@@ -25,6 +25,7 @@ from typing import Any
 from experiments.evidence.claims import Run
 from experiments.evidence.rows import Row, append, described, difference, identity, measured, provenance
 from turnwise.config.named_object import load_object
+from turnwise.workers.child import end_with_parent
 
 COMMON: dict[str, Any] = {
     "device": "cpu", "threads": 1, "trackers": (), "keep_tokens": 0, "remeasure_tokens": 0, "checkpoint_every": 100_000,
@@ -141,6 +142,7 @@ def repeated(row: Row, player: Player) -> str:
 
 def main() -> None:
     """One run in this process. Its settings come as JSON, what it measures goes to standard output as JSON."""
+    end_with_parent()
     task = json.loads(sys.argv[1])
     reserved = os.dup(1)
     os.dup2(2, 1)  # what an environment prints is no part of the row
