@@ -82,13 +82,16 @@ class Evidence:
 
     def check(self, options: argparse.Namespace) -> int:
         """Checksums, and what the code would run otherwise now."""
-        problems = []
+        problems, changed = [], 0
         for row in self.rows:
             if row.get(SEAL) != evidence_rows.seal(row):
+                changed += 1
                 problems.append(f"{row['place']}: tampered with: its content is not what its checksum says")
             elif "measured" in row and (why := evidence_rows.stale(row)):
                 problems.append(f"{row['place']} {row['run']} {row['settings']['method']}: stale: {why}")
-        print("\n".join([*problems, f"{len(self.rows)} rows, {len(problems)} of them tampered with or stale"]))
+        stale = len(problems) - changed
+        cure = "; `turnwise evidence run` plays them again" if stale else ""
+        print("\n".join([*problems, f"{len(self.rows)} rows: {changed} tampered with, {stale} stale{cure}"]))
         return 1 if problems else 0
 
     def table(self, options: argparse.Namespace) -> int:
@@ -113,7 +116,8 @@ def main(argv: Sequence[str]) -> int:
         "Decide claims of papers: play the runs that they miss, repeat rows bit for bit, check them, print the verdicts.",
         json="",
     )
-    parser.add("what", choices=words, help="play missing runs; repeat rows; check checksums and code; print verdicts")
+    doing = "play missing runs; repeat rows; check checksums and code; print verdicts"
+    parser.add("what", choices=words, metavar="run|rerun|check|table", help=doing)
     parser.add("names", nargs="*", metavar="ROW", help="with rerun: names of rows, or a number of rows drawn at random [1]")
     parser.add("--file", default=str(HERE / "claims.toml"), help="the claims [%(default)s]")
     parser.add("--rows", default="", metavar="PLACE", help="folder or .jsonl of rows [the folder of the claims]")

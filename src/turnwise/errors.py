@@ -114,7 +114,10 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     bare = {name.lstrip("-"): name for name in names}  # the dashes of two flags are no resemblance
-    close = [bare[match] for match in difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)]
+    letters = [
+        match for match in bare if sorted(match) == sorted(name.lstrip("-"))
+    ]  # two that changed places come first
+    close = [bare[match] for match in [*letters, *difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)]]
     hint = f"did you mean {close[0]!r}? " if close else ""
     shown = ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
     return f"{hint}known: {shown or '(none)'}"

@@ -159,7 +159,7 @@ def check(tmp_path: Path, capsys) -> tuple[int, str]:
 def test_a_row_that_was_changed_is_seen(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = sealed(tmp_path)
-    assert check(tmp_path, capsys) == (0, "1 rows, 0 of them tampered with or stale\n")
+    assert check(tmp_path, capsys) == (0, "1 rows: 0 tampered with, 0 stale\n")
     path.write_text(path.read_text().replace('"success": 0.4', '"success": 0.9'))
     status, out = check(tmp_path, capsys)
     assert status == 1 and "rows.jsonl:1: tampered with" in out

@@ -30,7 +30,8 @@ READERS = ("status", "doctor", "bisect", "compare", "config", "export", "push", 
 # these take no run, or take what it names: its method, environment or model
 OTHERS = {
     "train", "resume", "eval", "endpoint", "serve", "launch", "environments", "list", "explain", "diff", "check-env",
-    "check-agent", "check-method", "model", "bench", "replay", "sweep", "audit", "probe-reward", "mcp", "search", "credit-bench", "evidence",
+    "check-agent", "check-method", "model", "bench", "replay", "sweep", "audit", "probe-reward", "mcp", "search",
+    "credit-bench", "evidence",
 }  # fmt: skip
 MARKER = """
 import os, pathlib

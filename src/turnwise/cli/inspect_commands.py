@@ -115,7 +115,7 @@ def search(argv: Sequence[str]) -> int:
 
     def own_flags(parser: Parser) -> None:
         parser.add("--hours", type=float, default=0.5, help="it ends by then, or says how to go on [0.5]")
-        parser.add("--minutes", type=float, default=0.0, help="the same in minutes")
+        parser.add("--minutes", type=float, default=None, help="the same in minutes")
         parser.add(
             "--alpha", type=float, default=0.05, help="probability of a claim where nothing differs, at most [0.05]"
         )
@@ -133,7 +133,7 @@ def search(argv: Sequence[str]) -> int:
     out = values.pop("out", "runs") + f"/{values.pop('name', '') or 'search'}"
     space = method_variants(words) if len(words) > 1 else default_space([*words, BASE][0], values)
     with progress(n.json) as listen:
-        report = search_space(space, values, out, n.minutes or 60 * n.hours, n.alpha, listen)
+        report = search_space(space, values, out, 60 * n.hours if n.minutes is None else n.minutes, n.alpha, listen)
     show(report, n.json)
     return 0
 

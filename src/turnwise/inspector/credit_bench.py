@@ -570,6 +570,8 @@ def credit_bench(
     names = methods.split(",") if methods else [*recipes.METHODS]
     for name in names:
         signatures.check_method(name)
+    if min(tasks, batches, states) < 1:
+        raise SettingError(f"{tasks} tasks, {batches} batches and {states} states; write a number above 0 for each")
     if forks and forks < 4:
         raise SettingError(f"--forks is {forks}; write at least 4, half of them for each estimate, or 0 to enumerate")
     run = (Path(source) / "run.json").is_file()

@@ -88,7 +88,7 @@ class ChatServer:
     ) -> ChatServer:
         """A server after it was reached, with the model to ask. ``key_variable`` names what holds its key; ``flags`` begins the
         names of what says more about it."""
-        address = ServerAddress.read(url, key_variable, who)
+        address = ServerAddress.read(url, key_variable, who, ", policy, or FILE.py:FUNCTION")
         name = await find_model(address, model, who, flags)
         tell = lambda text: listen("message", {"level": "warning", "text": text})  # noqa: E731
         return cls(address, name, RetryPolicy(seconds), parallel, tell)
