@@ -239,12 +239,13 @@ def record(rows: dict[Cell, dict[str, Any]]) -> None:
     before = map(json.loads, RECORDED.read_text(encoding="utf-8").splitlines()) if RECORDED.is_file() else ()
     lines = {(m["kind"], m["name"]): m for m in before if "cells" in m}
     for kind, name in dict.fromkeys(cell[:2] for cell in rows):
-        mine = {env: row for (k, n, env), row in rows.items() if (k, n) == (kind, name)}
+        mine = {env: rows[kind, name, env] for env in environments() if (kind, name, env) in rows}
         newest = list(mine.values())[-1]
         shown = {e: {key: r[key] for key in ("verdict", "acted", "why") if r.get(key)} for e, r in mine.items()}
         same = {"kind": kind, "name": name, "commit": newest["commit"], "versions": newest["versions"]}
         lines[kind, name] = {**same, "cells": shown}
-    RECORDED.write_text("".join(json.dumps(line) + "\n" for _, line in sorted(lines.items())), encoding="utf-8")
+    compact = [json.dumps(line, separators=(",", ":")) + "\n" for _, line in sorted(lines.items())]
+    RECORDED.write_text("".join(compact), encoding="utf-8")
 
 
 def table(rows: dict[Cell, dict[str, Any]]) -> str:

@@ -8,10 +8,13 @@ A page repeats nothing that a recipe does not say. It does not know what a metho
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,6 +22,7 @@ import equations
 
 from turnwise import recipes
 from turnwise.algebra.piece import text
+from turnwise.observe.mechanism import percent
 from turnwise.recipes import catalogue
 from turnwise.recipes.recipe import Kind, Recipe
 
@@ -49,11 +53,61 @@ TITLES = {  # file of a family: title of its page
 }
 
 
+SHORT_RUNS = Path(__file__).parents[2] / "experiments" / "results" / "method_acts.jsonl"
+VERDICTS = {  # of a short run, and the mark in the table
+    "acted": "x", "plain": "=", "warned at start": "w", "warned later": "l", "refused": "r", "silent": "SILENT", "died": "DIED",
+}  # fmt: skip
+
+
 def pages() -> dict[str, str]:
     """Every page by its file name."""
     families = {family.__name__.rsplit(".", 1)[-1]: family for family in recipes.FAMILIES}
     made = {f"{name}.md": family_page(name) for name in families}
-    return {"index.md": index_page(list(families)), **made}
+    return {"index.md": index_page(list(families)), **made, "acts.md": acts_page()}
+
+
+@cache
+def short_runs() -> dict[str, dict[str, dict]]:
+    """Of each method, what became of its short run in each environment."""
+    rows = map(json.loads, SHORT_RUNS.read_text(encoding="utf-8").splitlines())
+    return {row["name"]: row["cells"] for row in rows if row["kind"] == "method"}
+
+
+def acts_page() -> str:
+    """One table: every method in every environment."""
+    runs = short_runs()
+    envs = list(next(iter(runs.values())))
+    totals = Counter(cell["verdict"] for cells in runs.values() for cell in cells.values())
+    lines = [
+        f"| `{name}` | {' | '.join(VERDICTS[runs[name][env]['verdict']] for env in envs)} |"
+        for name in recipes.METHODS if name in runs
+    ]  # fmt: skip
+    return "\n".join([
+        "# Does it act?", "", GENERATED, "",
+        "Three steps of every method in every built-in environment and on prompts of a file, with a tiny model and the method's "
+        "defaults (`python experiments/method_acts.py`). The meter compares each of its slots with GRPO's on the same batch "
+        "([Concepts](../concepts.md)). Each method's own page says how much acted, and why it was refused.", "",
+        f"{sum(totals.values()):,} runs of {len(runs)} methods: " + ", ".join(
+            f"{totals[verdict]:,} {verdict} ({mark})" for verdict, mark in VERDICTS.items() if totals[verdict]
+        ) + ". Plain: the method differs from GRPO in nothing that is measured. Warned: nothing of it acted, and the run said so "
+        "at its start or after the third step. Refused: the run said what it lacks and what to write.", "",
+        f"| method | {' | '.join(envs)} |", "|---" * (len(envs) + 1) + "|", *lines, "",
+    ])  # fmt: skip
+
+
+def short_run_words(cells: dict[str, dict]) -> str:
+    """What the short runs of a method showed: where it acted and how much at most, and what became of the others."""
+    largest = Counter[str]()
+    others: dict[str, list[str]] = {}
+    for env, cell in cells.items():
+        largest |= Counter(cell.get("acted", {}))
+        if cell["verdict"] != "acted":
+            reason = cell.get("why", "").split(";")[0].replace(env, "…")
+            others.setdefault(cell["verdict"] + f" ({reason})" * bool(reason), []).append(env)
+    acted = sum(cell["verdict"] == "acted" for cell in cells.values())
+    shares = ", ".join(f"{slot} {percent(share)}" for slot, share in largest.items())
+    words = [f"In {acted} of {len(cells)} short runs" + f"; at most {shares}" * bool(shares)]
+    return ". ".join([*words, *(f"{sentence(what)[:-1]}: {', '.join(envs)}" for what, envs in others.items())])
 
 
 def title_of(family: str) -> str:
@@ -122,6 +176,8 @@ def method_section(name: str) -> Iterator[str]:
     if entry["idle_without"]:
         lacking = ", ".join(f"`{want}`" for want in entry["idle_without"])
         yield from (f"**A part does nothing without.** {lacking}", "")
+    if cells := short_runs().get(name):
+        yield from (f"**[Acted](acts.md).** {sentence(short_run_words(cells))}", "")
     yield from ("| slot | piece |", "|---|---|")
     defaults = default_slots()
     for slot, piece in entry["slots"].items():
