@@ -47,6 +47,17 @@ def told(health, metrics, steps=12):
     return [message for _ in range(steps) for message in health.observe({**FINE, **metrics})]
 
 
+def test_a_method_that_did_nothing_is_named_after_three_steps_however_few_of_them_had_credit():
+    health = RunHealth(LIMITS, slots=frozenset({"gate"}))
+    assert told(health, {"acted/gate": 0.0}, steps=1) == told(health, {}, steps=1) == []
+    [message] = told(health, {}, steps=1)
+    assert "the method's gate did nothing yet" in message.text
+    [message] = told(RunHealth(LIMITS, slots=frozenset({"gate", "group"})), {}, steps=5)
+    assert "gate did nothing yet" in message.text and "no trajectory had credit, so nothing could be measured" in message.text
+    health = RunHealth(LIMITS, slots=frozenset({"gate", "advantage"}))
+    assert told(health, {"acted/gate": 0.2}, steps=1) == told(health, {"acted/advantage": 0.0}, steps=9) == []
+
+
 def test_a_run_that_learns_is_told_nothing():
     assert told(RunHealth(LIMITS), {}) == []
     assert told(RunHealth(LIMITS), {"success": math.nan, "trajectories": "odd", "grad_norm": None}) == []

@@ -62,6 +62,7 @@ class StepFacts:
     first_mismatch: float
     solved: bool = False  # every trajectory of this step got the highest reward of the run so far
     idle: tuple[str, ...] = ()  # slots of the method that never acted, in more than a few steps
+    measured: bool = True  # whether any step had credit to measure the method by
 
     def value(self, name: str, default: float = math.nan) -> float:
         number = finite_number(self.metrics.get(name))
@@ -358,7 +359,8 @@ RULES = (
         lambda f, x: f"{x:.0%} of the sampled groups were dropped: {_most(_drops(f, False))}",
         "--difficulty, or another sampler of tasks", ("groups", "tasks_drawn")),
     Rule("mechanism never acted", WARNING, lambda v: float(len(v.idle)), 0.5,
-        lambda v, x: f"the method's {', '.join(v.idle)} did nothing yet that the base method would not have done",
+        lambda v, x: f"the method's {', '.join(v.idle)} did nothing yet that the base method would not have done"
+        + ": no trajectory had credit, so nothing could be measured" * (not v.measured),
         lambda v: "; ".join(f"{slot} needs {SLOTS[slot][1]}" for slot in v.idle), ("advantage/size", "groups/zero_variance"),
         growth=1.01),
     Rule("no group to train on", ERROR, lambda v: float(v.value("groups") == 0), 0.5,
@@ -492,11 +494,13 @@ class RunHealth:
     limits: RunLimits
     dropped: Mapping[str, int] = field(default_factory=dict)  # the collector's live counts
     last_values: dict[str, float] = field(default_factory=dict)  # of the rules that were told, also before a resume
+    slots: frozenset[str] = frozenset()  # that the method changes: one without a share could not be measured
     _held: Counter[str] = field(default_factory=Counter)  # steps in a row
     _episodes: float = 0.0
     _skipped: float = 0.0
     _mismatches: list[float] = field(default_factory=list)  # of the first steps
     _streak: SolvedStreak = field(default_factory=SolvedStreak)
+    _steps: int = 0
     _acted: dict[str, list[float]] = field(default_factory=dict)  # by slot: steps, the largest share
 
     def view(self, metrics: Mapping[str, float]) -> StepFacts:
@@ -512,9 +516,12 @@ class RunHealth:
         for slot, share in shares([metrics]).items():
             steps, most = self._acted.get(slot, (0, 0.0))
             self._acted[slot] = [steps + 1, max(most, share)]
-        patience = IDLE_STEPS if any(most for _, most in self._acted.values()) else SILENT_STEPS
-        idle = tuple(slot for slot, (steps, most) in self._acted.items() if steps >= patience and most == 0)
-        return StepFacts(metrics, self.limits, self._episodes, self._skipped, self.dropped, first, solved, idle)
+        self._steps += 1  # those without credit to measure count, too, where nothing acted
+        acted, late = self._acted or {s: [0, 0.0] for s in SLOTS if s in self.slots}, self._steps >= SILENT_STEPS
+        acts = any(most for _, most in acted.values())
+        idle = tuple(s for s, (n, most) in acted.items() if most == 0 and (n >= IDLE_STEPS if acts else late))
+        dropped, episodes, skipped = self.dropped, self._episodes, self._skipped
+        return StepFacts(metrics, self.limits, episodes, skipped, dropped, first, solved, idle, bool(self._acted))
 
     def observe(self, metrics: Mapping[str, float]) -> list[HealthMessage]:
         """The messages that the metrics of one step give rise to."""

@@ -43,6 +43,7 @@ from turnwise.models.loading import save_lossless
 from turnwise.observe.profile import PAGE, Profile
 from turnwise.observe.rules import RunHealth, RunLimits
 from turnwise.observe.trackers import MESSAGES, JsonLines, MessageLog, Service, TensorBoard, Trackers
+from turnwise.recipes.catalogue import changed_slots
 from turnwise.recipes.recipe import Recipe
 from turnwise.rollout.episode import EpisodeLimits
 from turnwise.rollout.renderer import Renderer
@@ -215,7 +216,7 @@ class Trainer:
             start, collector, mixture = self._resume(learner, generator, ledger)
             tolerance = engines.policy_check_tolerance(s)
             limits = RunLimits(s.max_tokens, s.context, self.recipe.budget.size, s.temperature, s.lr, tolerance)
-            self.health = RunHealth(limits, collector.dropped, self.messages.last_values)
+            self.health = RunHealth(limits, collector.dropped, self.messages.last_values, changed_slots(self.recipe))
             with contextlib.closing(self._trackers(start)) as self.tracker:
                 await generator.publish(learner.weights(), start)
                 before = await self._evaluate(evaluator, "before", learner)
