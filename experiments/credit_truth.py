@@ -57,7 +57,9 @@ def table(report: Report) -> str:
     heads = [name for name in SCORES if any(name in row for row in report["rows"])]
     lines = [f"| credit of | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for rows in scored(report).values():
-        lines.append(f"| {names(rows)} | {' | '.join(cell(rows[0].get(name)) for name in heads)} |")
+        luck = rows[0].get("luck")  # where it may be all, there is no rest whose share bias could be
+        shown = rows[0] | ({"bias": None} if luck and luck[2] is not None and luck[2] >= 1 else {})
+        lines.append(f"| {names(rows)} | {' | '.join(cell(shown.get(name)) for name in heads)} |")
     return "\n".join(lines)
 
 

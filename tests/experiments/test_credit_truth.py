@@ -31,6 +31,12 @@ def test_equal_credits_share_a_line_and_nothing_is_left_out():
     assert text.startswith("# Title") and all(f"`{row['method']}`" in text for row in REPORT["rows"][1:])
 
 
+def test_bias_is_not_shown_where_luck_may_be_all():
+    row = {"method": "grpo", "note": "", "correlation": [0.2, 0.1, 0.3], "bias": [-0.7, -12.0, 0.3]}
+    for high, cells in ((1.02, "0.90 [0.80, 1.02] | – |"), (0.95, "0.90 [0.80, 0.95] | -0.70 [-12.00, 0.30] |")):
+        assert cells in credit_truth.table(REPORT | {"rows": [row | {"luck": [0.9, 0.8, high]}]})
+
+
 def test_rank_correlation_by_hand():
     """Ranks 1 2 3 against 1 3 2: 1 − 6·2/(3·8) = ½."""
     assert credit_truth.rank_correlation(np.array([1.0, 2, 9]), np.array([0.0, 5, 4])) == pytest.approx(0.5)

@@ -397,7 +397,7 @@ SCORES = {  # what a table shows
     "correlation": "with the true advantage, over turns",
     "sign": "share of turns credited with the wrong sign; 0 counts half",
     "luck": "share of the credit's variance that is not the same for the same answer in the same state",
-    "bias": "share of the rest that is not the true advantage",
+    "bias": "share of the rest that is not the true advantage; says nothing where luck may be all",
     "gradient": "cosine of a batch's gradient with that of the true advantages of the same turns",
     "exact": "cosine of a batch's gradient with the exact gradient of the expected reward",
 }
@@ -458,10 +458,12 @@ class Scorer:
         r = _correlation(self._moments(c, t.known))
         error = np.where(np.abs(c) < 1e-9, 0.5, np.sign(c) != np.sign(t.truth.mean(0)))
         wrong = self._sums(error * t.signed) / self._sums(t.signed * 1.0)
-        again = self._moments(c, self.again)
-        spread = again["cc"] - again["c"] ** 2
-        luck = 1 - (self._repeated(c) - again["c"] ** 2) / np.where(spread > 0, spread, np.nan)
-        bias = 1 - _correlation(again) ** 2 / np.where(luck < 1 - 1e-9, 1 - luck, np.nan)
+        again, a = self._moments(c, self.again), t.truth.mean(0)
+        square = self._mean_product(c, c)
+        spread, steady = again["cc"] - square, self._repeated(c) - square
+        luck = 1 - steady / np.where(spread > 0, spread, np.nan)
+        along = (again["ca"] - self._mean_product(c, a)) ** 2 / (again["aa"] - self._mean_product(a, a))
+        bias = 1 - along / np.where(luck < 1 - 1e-9, steady, np.nan)
         given = self.gradients(credit)
         columns = {"correlation": r, "sign": wrong, "luck": luck, "bias": bias}
         columns["gradient"] = self._cosine(given, self.true, self.true_size)
@@ -491,6 +493,14 @@ class Scorer:
         which = self.again * 1.0
         square = self._visits(c * which)[1] / np.maximum(self._visits(which)[1], 1)
         return self._sums(square[self.turns.cell] * which) / self._sums(which)
+
+    def _mean_product(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The product of the means of x and y, from products between batches, too: where few groups have credit, the square of
+        their mean is mostly its own error."""
+        parts = [self.again * (self.turns.batch == b) for b in range(len(self.batches))]
+        xs, ys, ones = (np.array([self._sums(v * part) for part in parts]) for v in (x, y, np.ones(len(x))))
+        products = ones.sum(0) ** 2 - (ones**2).sum(0)
+        return (xs.sum(0) * ys.sum(0) - (xs * ys).sum(0)) / np.where(products > 0, products, np.nan)
 
     def _cosine(self, given: Sequence[Tensor], true: Sequence[Tensor], true_size: Sequence[Tensor]) -> np.ndarray:
         """The mean over batches of the cosine, for each draw of tasks."""
