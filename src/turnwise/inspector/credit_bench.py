@@ -167,10 +167,8 @@ class World:
                 for ids, chance in answers.items():
                     place.answers[ids] = (chance / total, *self._step(place, ids))
                 if len(self.places) > most:
-                    raise SettingError(
-                        f"more than {most} states of {task.key} can be reached; write --forks 16, a lower --difficulty or more "
-                        "--states"
-                    )
+                    raise SettingError(f"more than {most} states of {task.key} can be reached; write --forks 16, a lower "
+                                       "--difficulty or more --states")  # fmt: skip
             frontier = list(self.places.values())[known:]
             if not frontier:
                 break
@@ -458,15 +456,14 @@ class Scorer:
         r = _correlation(self._moments(c, t.known))
         error = np.where(np.abs(c) < 1e-9, 0.5, np.sign(c) != np.sign(t.truth.mean(0)))
         wrong = self._sums(error * t.signed) / self._sums(t.signed * 1.0)
-        again, a = self._moments(c, self.again), t.truth.mean(0)
-        square = self._mean_product(c, c)
+        again, a, square = self._moments(c, self.again), t.truth.mean(0), self._mean_product(c, c)
         spread, steady = again["cc"] - square, self._repeated(c) - square
         luck = 1 - steady / np.where(spread > 0, spread, np.nan)
         along = (again["ca"] - self._mean_product(c, a)) ** 2 / (again["aa"] - self._mean_product(a, a))
         bias = 1 - along / np.where(luck < 1 - 1e-9, steady, np.nan)
         given = self.gradients(credit)
-        columns = {"correlation": r, "sign": wrong, "luck": luck, "bias": bias}
-        columns["gradient"] = self._cosine(given, self.true, self.true_size)
+        cosine = self._cosine(given, self.true, self.true_size)
+        columns = {"correlation": r, "sign": wrong, "luck": luck, "bias": bias, "gradient": cosine}
         if self.exact is not None:
             columns["exact"] = self._cosine(given, [self.exact] * len(given), [self.exact @ self.exact.T] * len(given))
         return {name: _with_interval(x) for name, x in columns.items()}
@@ -483,9 +480,8 @@ class Scorer:
     def _visits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each cell, the sum of x and its products between batches: siblings of a group are not independent, batches are."""
         t, count = self.turns, len(self.batches)
-        by_batch = np.bincount(t.cell * count + t.batch, weights=x, minlength=count * (t.cell.max() + 1)).reshape(
-            -1, count
-        )
+        cells = np.bincount(t.cell * count + t.batch, weights=x, minlength=count * (t.cell.max() + 1))
+        by_batch = cells.reshape(-1, count)
         return by_batch.sum(1), by_batch.sum(1) ** 2 - (by_batch**2).sum(1)
 
     def _repeated(self, c: np.ndarray) -> np.ndarray:
@@ -495,8 +491,7 @@ class Scorer:
         return self._sums(square[self.turns.cell] * which) / self._sums(which)
 
     def _mean_product(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """The product of the means of x and y, from products between batches, too: where few groups have credit, the square of
-        their mean is mostly its own error."""
+        """Of the means of x and y, from products between batches, too: the square of a mean of few groups is mostly its error."""
         parts = [self.again * (self.turns.batch == b) for b in range(len(self.batches))]
         xs, ys, ones = (np.array([self._sums(v * part) for part in parts]) for v in (x, y, np.ones(len(x))))
         products = ones.sum(0) ** 2 - (ones**2).sum(0)
@@ -506,8 +501,8 @@ class Scorer:
         """The mean over batches of the cosine, for each draw of tasks."""
         form = lambda x: np.einsum("dk,kl,dl->d", self.weights, x.numpy(), self.weights)  # noqa: E731
         with np.errstate(invalid="ignore", divide="ignore"):
-            triples = zip(given, true, true_size)
-            return np.mean([form(g @ t.T) / np.sqrt(form(g @ g.T) * form(size)) for g, t, size in triples], axis=0)
+            each = [form(g @ t.T) / np.sqrt(form(g @ g.T) * form(size)) for g, t, size in zip(given, true, true_size)]
+            return np.mean(each, axis=0)
 
 
 def _correlation(m: Mapping[str, np.ndarray]) -> np.ndarray:
