@@ -66,15 +66,15 @@ LATE = {  # for those who ask for it: TensorBoard's writer, the profiler, a toke
 # Budgets that a reader feels. A room that outgrows its line, or a module that only one other needs, is a question before it is
 # a number: which mechanism of it exists already? `make shape` prints what there is.
 LINES = {  # at most so many in each room
-    "engines": 14_750, "recipes": 9_000, "training": 9_270, "environments": 6_700, "rollout": 6_680, "inspector": 7_240,
-    "store": 2_140, "tools": 2_700, "observe": 2_090, "data": 2_110, "algebra": 1_850, "core": 1_870,
+    "engines": 14_750, "recipes": 9_000, "training": 9_270, "environments": 6_700, "rollout": 6_680, "inspector": 7_250,
+    "store": 2_140, "tools": 2_700, "observe": 2_100, "data": 2_110, "algebra": 1_850, "core": 1_870,
     "serve": 1_990, "cli": 2_010, "bench": 1_450, "integrations": 1_440, "rewards": 1_680, "tasks": 1_280,
     "config": 1_230, "credit": 870, "models": 730, "checks": 600, "maths": 510, "workers": 540,
     "evaluation": 440, "errors": 200, "__init__": 60, "__main__": 10,
 }  # fmt: skip
 ONE_IMPORTER = 70  # modules that exactly one other module imports
 SMALL = ("core/", "maths/", "algebra/", "recipes/recipe.py", "training/loop.py", "training/collector.py", "errors.py")
-CORE_LINES = 5_150
+CORE_LINES = 5_155
 
 
 def room_of(path: str) -> str:

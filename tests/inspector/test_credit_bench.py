@@ -213,7 +213,7 @@ def test_the_command_scores_methods_and_names_those_that_it_cannot(capsys, tmp_p
     assert rows[TRUE]["correlation"] == pytest.approx([1, 1, 1]) and rows[TRUE]["sign"][0] == 0
     assert rows["grpo"]["correlation"][0] > 0.1 and "critic" in rows["ppo"]["note"] and rows["dpo"]["note"]
     assert json.loads((tmp_path / "credit-guess.json").read_text())["rows"] == report["rows"]
-    assert report["known"] > 0.98 and report["unlisted"] < 0.01 and report["commit"]
+    assert report["known"] > 0.98 and report["unlisted"] < 0.02 and report["commit"]
 
 
 @pytest.mark.thorough
