@@ -497,12 +497,14 @@ def segment_index(batch: Batch) -> Field:
 
 
 class SampledSegments(Mask):
-    """At most ``limit`` random segments of each trajectory (``segment_index``)."""
+    """At most ``limit`` random segments of each trajectory (``segment_index``). None: all."""
 
-    limit: int = number(1, least=1)
+    limit: int | None = number(None, least=1)
 
     def __call__(self, rho: Field, adv: Field, view: MicroBatchView) -> Field:
         tree = view.batch.tree
+        if self.limit is None:
+            return tree.full(TOKEN, True, torch.bool)
         segment = Partition.by(tree, TOKEN, tree.ancestor(TOKEN, TRAJECTORY), segment_index(view.batch))
         first = segments.rank_within(segment.label, segment.count) == 0
         # the first token's draw is the key of its segment
@@ -521,7 +523,7 @@ def dcpo(segments: int | None = None, clip: float = 0.2) -> Recipe:
     Settings: at most ``segments`` of a trajectory are trained on, at random; None: all.
     Deviation: a segment ends where the context is rewritten, or at a turn with the fact ``memory``. Penalties for limits and
     malformed calls are the environment's."""
-    keep = AllTokens() if segments is None else SampledSegments(segments)
+    keep = SampledSegments(segments)
     return Recipe(advantage=Standardise(), gate=Clip(clip, clip), aggregate=Mean(TOKEN), keep=keep)
 
 
