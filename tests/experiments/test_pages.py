@@ -32,7 +32,7 @@ def test_the_pages_of_evidence_are_made_from_rows_that_nobody_changed():
     assert not [row["place"] for row in known if row[rows.SEAL] != rows.seal(row)], "a row was changed"
     evidence = Evidence.of(places / "claims.toml", places, "all")
     made = pages.pages(evidence.claims, evidence.ended, claims.beds(places / "claims.toml"), places / "limits.toml")
-    assert made == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/evidence").iterdir()}, (
+    assert made == {name: text_of(f"evidence/{name}") for name in made}, (
         "rows were added, or a method changed and its rows are stale: run `turnwise evidence table --write docs/evidence`"
     )
 

@@ -134,9 +134,9 @@ def test_a_dream_is_asked_for():
 @pytest.mark.parametrize(
     "method, env, slots",
     [
-        ("arpo", "lookup", {"strategy"}), ("xrpo", "calculator", {"advantage", "budget", "guidance"}),
+        ("arpo", "lookup", {"strategy"}),
         ("a2fm", "calculator", {"strategy"}), ("bepa", "lookup", {"guidance", "replay"}), ("ipa", "keydoor", {"guidance"}),
-        ("r3l", "lookup", {"strategy"}), ("spo_tree", "lookup", {"strategy"}), ("latr", "lookup", {"strategy"}),
+        ("spo_tree", "lookup", {"strategy"}), ("latr", "lookup", {"strategy"}),
         ("craft_gui", "guess", {"sampler"}), ("alp", "lookup", {"smoothing"}),
     ],
 )

@@ -326,7 +326,7 @@ class PythonTool(contextlib.AbstractContextManager["PythonTool"]):
 
     def _missing(self) -> int:
         alive = self._zygote is not None and self._zygote.alive and self._owner == os.getpid()
-        return min(READY, self._most_in_use - self._in_use) - len(self._idle_workers) if alive else 0
+        return min(READY, self._most_in_use - self._in_use) - len(self._idle_workers) if alive and self._spare else 0
 
     def _start_waiting(self) -> None:
         while True:
